@@ -1,0 +1,370 @@
+"""The patching engine: a table of what should be on, and one procedure that makes the loaded modules match it.
+
+What is on is declared: a base table plus one layer per open scope, the last word wins.  Every change ends in
+`sync`, which looks at loaded modules only and never imports one; modules that are imported later come in through
+post-import hooks. Finders (which run foreign code to recognise it) are called outside the lock; a hook never raises,
+since that would fail the user's import and, wrapt forgetting its hooks, only once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from . import registry
+from .installing import Installed, MissingTarget, NotAFunction, Slot
+from .registry import Library, OptionValue, Target, Unrecognised
+from .report import Row, Status
+
+if TYPE_CHECKING:
+    from .ops.availability import Unavailable
+    from .sites import Site
+
+log = logging.getLogger("npu_patch")
+
+
+@dataclass(eq=False)  # two scopes with the same content are two layers
+class Layer:
+    """What one level of the table says; `exact` layers also say no to everything that they do not name."""
+
+    table: dict[str, bool] = field(default_factory=dict)
+    exact: bool = False
+
+
+@dataclass
+class Record:
+    """What is known of one place."""
+
+    found: Target | Unrecognised
+    installed: Installed | None = None
+    site: Site | None = None
+    problem: str = ""
+    missing: bool = False
+
+
+class Patcher:
+    """Holds the enable table and keeps loaded modules in step with it.
+
+    Args:
+        libraries: the model libraries to watch.
+        unavailable: says why no NPU can be used, or None; asked when the first target would be installed.
+    """
+
+    def __init__(
+        self,
+        libraries: Iterable[Library] = registry.LIBRARIES,
+        unavailable: Callable[[], Unavailable | None] | None = None,
+    ) -> None:
+        self._libraries = tuple(libraries)
+        self._ask = unavailable or (lambda: registry.load("npu_patch.ops.availability:why_unavailable")())
+        self._lock = threading.RLock()
+        self._layers: list[Layer] = [Layer(exact=True)]
+        self._options: dict[str, dict[str, OptionValue]] = {
+            op.name: {option.name: option.default for option in op.options} for op in registry.OPS
+        }
+        self._records: dict[tuple[str, str], Record] = {}
+        self._examined: set[tuple[str, str]] = set()
+        self._hooked: set[str] = set()
+        self._modules: dict[str, Library] = {}
+        self._unavailable: Unavailable | None = None
+        self._available = False
+        self.strict = False
+        self.named: frozenset[str] = frozenset()
+
+    # ---- the table -------------------------------------------------------------------------------------------------
+
+    def enabled(self, op: str) -> bool:
+        for layer in reversed(self._layers):
+            if op in layer.table:
+                return layer.table[op]
+            if layer.exact:
+                return False
+        return False
+
+    def set(self, table: Mapping[str, bool]) -> None:
+        """Change the base table, then make the modules match."""
+        with self._lock:
+            self._layers[0].table.update(table)
+        self.sync()
+
+    def clear(self) -> None:
+        """Switch everything off, in the base table and in every open scope."""
+        with self._lock:
+            self._layers[:] = [Layer(exact=True)]
+        self.sync()
+
+    @contextlib.contextmanager
+    def scope(self, table: Mapping[str, bool], exact: bool) -> Iterator[None]:
+        """One more layer while the block runs.  Scopes are process-wide and may close in any order."""
+        layer = Layer(dict(table), exact)
+        with self._lock:
+            self._layers.append(layer)
+        try:
+            self.sync()
+            yield
+        finally:
+            with self._lock:
+                self._layers[:] = [other for other in self._layers if other is not layer]
+            self.sync()
+
+    def configure(self, op: str, options: Mapping[str, OptionValue]) -> None:
+        with self._lock:
+            changed = any(self._options[op][name] != value for name, value in options.items())
+            self._options[op].update(options)
+        if changed:
+            _forget_compiled()
+
+    def strategy(self) -> dict[str, dict[str, OptionValue]]:
+        with self._lock:
+            return {op.name: {"enabled": self.enabled(op.name), **self._options[op.name]} for op in registry.OPS}
+
+    # ---- making modules match --------------------------------------------------------------------------------------
+
+    def prepare(self, root: str) -> None:
+        """Wait for the modules of one library; called when its root package is about to be imported."""
+        for library in self._libraries:
+            if library.name == root:
+                self._names(library)
+
+    def sync(self) -> None:
+        """Make loaded modules match the table."""
+        loaded = [library for library in self._libraries if library.name in sys.modules]
+        self._examine(name for library in loaded for name in self._names(library))
+        with self._lock:
+            changed = False
+            for record in list(self._records.values()):
+                changed |= self._settle(record)
+        if changed:
+            _forget_compiled()
+
+    def _names(self, library: Library) -> list[str]:
+        """The library's modules of interest; hooks those that are not loaded yet."""
+        known = [name for name, owner in self._modules.items() if owner is library]
+        if not known:
+            known = list(registry.load(library.modules)())
+            self._modules.update(dict.fromkeys(known, library))
+            for name in known:
+                if name not in sys.modules:
+                    self._hook(name, self._on_module)
+        return known
+
+    def _hook(self, name: str, hook: Callable[[types.ModuleType], object]) -> None:
+        with self._lock:
+            if name in self._hooked:
+                return
+            self._hooked.add(name)
+
+        def guarded(module: types.ModuleType) -> None:
+            try:
+                hook(module)
+            except Exception:  # a hook that raises fails the user's import
+                log.exception("npu_patch: %s is left unpatched", name)
+
+        wrapt.register_post_import_hook(guarded, name)
+
+    def _on_module(self, module: types.ModuleType) -> None:
+        if not any(self.enabled(op) for op in self._modules[module.__name__].finders):
+            return
+        self._examine([module.__name__], importing=module.__name__)
+        with self._lock:
+            changed = False
+            for record in list(self._records.values()):
+                if record.found.module == module.__name__:
+                    changed |= self._settle(record)
+        if changed:
+            _forget_compiled()
+
+    def _on_torch_npu(self) -> None:
+        if self._unavailable is not None and not self._unavailable.final:
+            self._unavailable = None
+            self.sync()
+
+    def _examine(self, names: Iterable[str], importing: str | None = None) -> None:
+        """Run the finders of the enabled ops over loaded modules that they have not seen; never under the lock."""
+        for name in names:
+            module = sys.modules.get(name)
+            if module is None or (name != importing and _initialising(module)):
+                continue
+            for op, finder in self._modules[name].finders.items():
+                if (name, op) in self._examined or not self.enabled(op):
+                    continue
+                if _tracing() or not self._npu():
+                    return
+                try:
+                    found = list(registry.load(finder)(module))
+                except Exception:
+                    log.exception("npu_patch: %s could not be examined for %r", name, op)
+                    found = []
+                with self._lock:
+                    self._examined.add((name, op))
+                    for target in found:
+                        self._records.setdefault(target.key, Record(target))
+
+    def _npu(self) -> bool:
+        """Whether an NPU can be used; asked once, with one warning where the answer is no."""
+        if self._available:
+            return True
+        if self._unavailable is None:
+            self._unavailable = self._ask()
+            self._available = self._unavailable is None
+            if self._unavailable is not None and self._unavailable.final:
+                log.warning("npu_patch: nothing is patched: %s", self._unavailable.reason)
+            elif self._unavailable is not None:
+                self._hook("torch_npu", lambda module: self._on_torch_npu())
+        return self._available
+
+    def _settle(self, record: Record) -> bool:
+        """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
+        want = self.enabled(record.found.op) and (isinstance(record.found, Target) or self.strict)
+        have = record.installed is not None and record.site is not None and record.installed.on
+        if want == have or record.problem:
+            return False
+        try:
+            return self._install(record) if want else self._remove(record)
+        except MissingTarget as error:
+            record.problem, record.missing = str(error), True
+        except Exception as error:
+            record.problem = str(error) if isinstance(error, NotAFunction) else f"{type(error).__name__}: {error}"
+            if not isinstance(error, NotAFunction):
+                log.warning("npu_patch: %s: %s", record.found.name, record.problem)
+        return False
+
+    def _install(self, record: Record) -> bool:
+        from .sites import Site
+
+        if record.installed is not None and record.installed.restore():
+            return True
+        target = record.found if isinstance(record.found, Target) else _tripwire(record.found)
+        if record.site is None:
+            record.site = Site(target.name, target.op, self._options[target.op], self.strict)
+        site = record.site
+        record.installed = Installed(
+            target, sys.modules[target.module], lambda original: target.adapter(original, site)
+        )
+        return True
+
+    def _remove(self, record: Record) -> bool:
+        assert record.installed is not None
+        if record.installed.remove():
+            record.installed = None
+        return True
+
+    # ---- reading back ----------------------------------------------------------------------------------------------
+
+    def reached(self, op: str) -> bool:
+        """Whether any target of the op was called or compiled."""
+        sites = (record.site for record in self._records.values() if record.found.op == op)
+        return any(site.hits or site.compiled or site.fallbacks for site in sites if site is not None)
+
+    def touched(self) -> bool:
+        """Whether this process has imported anything that could be patched."""
+        return any(name in sys.modules for name in self._modules)
+
+    def status(self, model: Any = None) -> Status:
+        with self._lock:
+            rows = [self._row(record) for record in self._records.values()]
+            seen = {(row.op, row.library) for row in rows}
+            for library in self._libraries:
+                rows += [
+                    Row(op, library.name, library.name, "waiting", reason=self._why_waiting(library))
+                    for op in library.finders
+                    if self.enabled(op) and (op, library.name) not in seen
+                ]
+            if model is not None:
+                rows += self._instances(model)
+        order = {op.name: position for position, op in enumerate(registry.OPS)}
+        rows.sort(key=lambda row: (order.get(row.op, len(order)), row.library, row.target))
+        notes = [f"nothing is patched: {self._unavailable.reason}"] if self._unavailable is not None else []
+        return Status(rows, notes)
+
+    def _why_waiting(self, library: Library) -> str:
+        if self._unavailable is not None:
+            return self._unavailable.reason
+        return "no module with targets was imported" if library.name in sys.modules else "not imported"
+
+    def _row(self, record: Record) -> Row:
+        found, site, installed = record.found, record.site, record.installed
+        state, reason = "active", ""
+        if isinstance(found, Unrecognised):
+            state, reason = "unrecognised", found.reason
+        elif record.missing:
+            state, reason = "missing", record.problem
+        elif record.problem:
+            state, reason = "unrecognised", record.problem
+        elif installed is None or not installed.on:
+            state = "off" if not self.enabled(found.op) else "waiting"
+        elif not installed.in_place():
+            state = "overridden"
+            reason = f"{_describe(installed.place.current())} sits on top" if installed.reached() else ""
+            reason = reason or f"replaced by {_describe(installed.place.current())}"
+        elif site is not None and site.compiled:
+            state = "compiled"
+        return Row(
+            op=found.op,
+            library=found.library,
+            target=found.name,
+            state=state,
+            meaning=getattr(found, "meaning", ""),
+            hits=site.hits if site is not None else 0,
+            fallbacks=dict(site.fallbacks) if site is not None else {},
+            reason=reason,
+        )
+
+    def _instances(self, model: Any) -> list[Row]:
+        """Rows for modules of `model` whose own `forward` attribute hides the patched class."""
+        rows = []
+        patched = [
+            (record.installed.place.parent, record.found)
+            for record in self._records.values()
+            if record.installed is not None and isinstance(record.installed.place, Slot)
+        ]
+        for name, module in model.named_modules():
+            if "forward" not in vars(module):
+                continue
+            for owner, found in patched:
+                if isinstance(owner, type) and isinstance(module, owner):
+                    reason = f"{name or 'the model'} has a forward of its own: {_describe(vars(module)['forward'])}"
+                    rows.append(Row(found.op, found.library, found.name, "overridden", reason=reason))
+        return rows
+
+
+def _tripwire(found: Unrecognised) -> Target:
+    """A target that raises in strict mode when something unrecognised is called."""
+
+    def adapter(original: Any, site: Site) -> Any:
+        def tripwire(*args: Any, **kwargs: Any) -> Any:
+            site.fallback(f"unrecognised: {found.reason}")
+            return original(*args, **kwargs)
+
+        return tripwire
+
+    return Target(found.op, found.library, found.module, found.path, adapter)
+
+
+def _initialising(module: types.ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _tracing() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "compiler") and torch.compiler.is_compiling()
+
+
+def _forget_compiled() -> None:
+    """torch.compile does not guard the forward of a nested class: code compiled before a change would stay stale."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+
+
+def _describe(thing: Any) -> str:
+    thing = getattr(thing, "__func__", thing)
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    return f"{module}.{name}" if module and name else type(thing).__name__

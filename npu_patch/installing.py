@@ -1,0 +1,192 @@
+"""Putting one replacement in place and taking it out again.
+
+Three kinds of place: a plain function or method slot (wrapt finds and undoes it), a staticmethod slot (wrapt would
+leave a plain function there, so the raw descriptor is kept and put back here), and an entry of a registry mapping.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import wrapt
+
+from . import functions
+from .registry import Target
+
+
+class MissingTarget(LookupError):
+    """The module does not have what the target names."""
+
+
+class NotAFunction(TypeError):
+    """What the target names cannot be replaced safely."""
+
+
+class Installed:
+    """One replacement in place.
+
+    Args:
+        target: what was replaced.
+        module: the loaded module.
+        build: `build(original) -> function`, run once.
+    """
+
+    def __init__(self, target: Target, module: types.ModuleType, build: Callable[[Any], Any]) -> None:
+        self.target = target
+        self.module = module
+        place = Entry if target.path.endswith("]") else Slot
+        self.place = place(module, target.path)
+        self.original = self.place.original
+        self.replacement = functions.clone(build(self.original), self.original)
+        self._code = self.replacement.__code__
+        self.on = True
+        self.place.put(self.replacement)
+        if target.rebind:
+            functions.rebind(self.original, self.replacement, target.rebind)
+
+    def in_place(self) -> bool:
+        """Whether the replacement is what a caller reaches first."""
+        return self.place.current() is self.replacement
+
+    def reached(self) -> bool:
+        """Whether the replacement is still reached, at once or below a wrapper that names what it wraps."""
+        current, seen = self.place.current(), 0
+        while current is not None and seen < 100:
+            if current is self.replacement:
+                return True
+            current, seen = getattr(current, "__wrapped__", None), seen + 1
+        return False
+
+    def remove(self) -> bool:
+        """Take the replacement out.
+
+        References that others took while it was in place (a bound method, a wrapper on top) cannot be taken back;
+        from now on they reach the original all the same, because the replacement hands every call to it.
+
+        Returns:
+            True when its place holds the original again, or somebody else's function that knows nothing of
+            it.  False when somebody's wrapper sits on top of it; `restore` switches it on again.
+        """
+        if self.target.rebind:
+            functions.rebind(self.replacement, self.original, self.target.rebind)
+        gone = self.place.take_out(self.replacement)
+        functions.bypass(self.replacement)
+        self.on = False
+        return gone
+
+    def restore(self) -> bool:
+        """Switch a buried replacement on again; False when it is no longer reached."""
+        if not self.reached():
+            return False
+        self.replacement.__code__ = self._code
+        self.on = True
+        if self.target.rebind:
+            functions.rebind(self.original, self.replacement, self.target.rebind)
+        return True
+
+
+class Slot:
+    """An attribute of a module or class."""
+
+    def __init__(self, module: types.ModuleType, path: str) -> None:
+        self.module, self.path = module, path
+        try:
+            self.parent, self.name, value = wrapt.resolve_path(module, path)
+        except AttributeError as error:
+            raise MissingTarget(str(error)) from None
+        self.own = vars(self.parent).get(self.name, _ABSENT)
+        self.static = isinstance(self._raw(), staticmethod)
+        self.original = self._raw().__func__ if self.static else value
+        if not isinstance(self.original, types.FunctionType):
+            raise NotAFunction(f"is a {type(self.original).__name__}, not a plain function")
+
+    def _raw(self) -> Any:
+        if not isinstance(self.parent, type):
+            return vars(self.parent).get(self.name)
+        for owner in self.parent.__mro__:
+            if self.name in vars(owner):
+                return vars(owner)[self.name]
+        return None
+
+    def put(self, replacement: types.FunctionType) -> None:
+        if self.static:
+            setattr(self.parent, self.name, staticmethod(replacement))
+        else:
+            wrapt.wrap_object(self.module, self.path, _returning(replacement))
+
+    def current(self) -> Any:
+        raw = self._raw()
+        return raw.__func__ if isinstance(raw, staticmethod) else raw
+
+    def take_out(self, replacement: types.FunctionType) -> bool:
+        if self.current() is replacement:
+            if self.own is _ABSENT:
+                delattr(self.parent, self.name)
+            else:
+                setattr(self.parent, self.name, self.own)
+            return True
+        try:
+            wrapt.unwrap_object(self.module, self.path, replacement)
+        except wrapt.WrapperNotOutermostError:
+            return False
+        except wrapt.WrapperNotFoundError:
+            return not _captured(self.current(), replacement)
+        return True
+
+
+class Entry:
+    """An entry of a registry: a mutable mapping, or an object over a class-level `_global_mapping` (transformers)."""
+
+    def __init__(self, module: types.ModuleType, path: str) -> None:
+        attribute, _, key = path[:-1].partition("[")
+        container = getattr(module, attribute, None)
+        if container is None:
+            raise MissingTarget(f"{module.__name__} has no {attribute!r}")
+        self.mapping: MutableMapping[str, Any] = getattr(type(container), "_global_mapping", container)
+        self.key = key
+        if key not in self.mapping:
+            raise MissingTarget(f"{module.__name__}.{attribute} has no entry {key!r}")
+        self.original = self.mapping[key]
+        if not isinstance(self.original, types.FunctionType):
+            raise NotAFunction(f"is a {type(self.original).__name__}, not a plain function")
+
+    def put(self, replacement: types.FunctionType) -> None:
+        self.mapping[self.key] = replacement
+
+    def current(self) -> Any:
+        return self.mapping.get(self.key)
+
+    def take_out(self, replacement: types.FunctionType) -> bool:
+        if self.current() is replacement:
+            self.mapping[self.key] = self.original
+            return True
+        return not _captured(self.current(), replacement)
+
+
+def _returning(replacement: types.FunctionType) -> Any:
+    """A wrapt factory that gives a plain function instead of a proxy."""
+    return lambda original: replacement
+
+
+class _Absent:
+    pass
+
+
+_ABSENT = _Absent()
+
+
+def _captured(current: Any, replacement: types.FunctionType) -> bool:
+    """Whether `current`, somebody else's function, holds on to the replacement and may call it."""
+    cells = getattr(current, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells if _filled(cell)]
+    return replacement in values or getattr(current, "__wrapped__", None) is replacement
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""What can be patched, as data.  This file imports nothing but the standard library.
+
+An `Op` is one row of the enable table.  A `Target` is one place in a foreign module that an op replaces; a
+`Library` says which modules of a package are worth looking at and which finder turns such a module into
+targets.  Adapters and finders are named by strings ("module:attribute"), so that reading the table imports neither
+torch nor a model library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OptionValue = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of one op: `NPU_PATCH_OPS=gmm:pack=1` or `configure("gmm", pack=True)`."""
+
+    name: str
+    default: OptionValue
+    summary: str
+    choices: tuple[OptionValue, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the enable table."""
+
+    name: str
+    summary: str
+    operators: tuple[str, ...]
+    default: bool = True
+    options: tuple[Option, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """One place that an op replaces.
+
+    Args:
+        op: name of the op.
+        library: root package of the model library.
+        module: full name of the module that is written to.
+        path: attribute path inside the module ("LlamaRMSNorm.forward", "apply_rotary_pos_emb"), or for a registry entry
+            "ATTRIBUTE[key]" where ATTRIBUTE is a mutable mapping of the module.
+        adapter: `adapter(original, site) -> function`; called once per installation.
+        meaning: what the original was recognised as.
+        rebind: package prefixes in which names bound by `from module import f` follow the change.
+    """
+
+    op: str
+    library: str
+    module: str
+    path: str
+    adapter: Callable[[Any, Any], Callable[..., Any]] = field(compare=False)
+    meaning: str = ""
+    rebind: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The target as users see it."""
+        return f"{self.module}:{self.path}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.module, self.path)
+
+
+@dataclass(frozen=True)
+class Unrecognised:
+    """A candidate that a finder looked at and left alone, with the reason."""
+
+    op: str
+    library: str
+    module: str
+    path: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.path}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.module, self.path)
+
+
+Finder = Callable[[Any], Iterable["Target | Unrecognised"]]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A model library: which of its modules are looked at, and how.
+
+    Args:
+        name: root package.
+        modules: "module:function" naming a function without arguments that lists the full names of the modules to
+        look at.
+            It runs when the root package is found, before it is imported.
+        finders: op name → "module:function" naming a function `finder(module) -> iterable of Target | Unrecognised`.
+    """
+
+    name: str
+    modules: str
+    finders: Mapping[str, str]
+
+
+def load(reference: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+OPS: tuple[Op, ...] = (
+    Op(
+        name="rms_norm",
+        summary="root mean square normalisation",
+        operators=("npu_rms_norm",),
+        aliases=("npu_rms_norm",),
+    ),
+    Op(
+        name="rope",
+        summary="rotary position embedding of query and key",
+        operators=("npu_rotary_mul",),
+        aliases=("npu_rope", "npu_rotary_mul"),
+    ),
+    Op(
+        name="attention",
+        summary="scaled dot product attention: causal, padded, windowed, per document, grouped queries",
+        operators=("npu_fusion_attention", "npu_fusion_attention_v3"),
+        options=(
+            Option(
+                "dense_mask_limit",
+                8192,
+                "longest sequence for which a mask without a compact form is written out as a dense mask",
+            ),
+        ),
+        aliases=("npu_fusion_attention", "flash_attention"),
+    ),
+)
+
+GROUPS: Mapping[str, tuple[str, ...]] = {}
+"""Names that stand for several ops."""
+
+LIBRARIES: tuple[Library, ...] = (
+    Library(
+        name="torchtitan",
+        modules="npu_patch.adapters.torchtitan:modules",
+        finders={
+            "rms_norm": "npu_patch.adapters.torchtitan.norms:find",
+            "rope": "npu_patch.adapters.torchtitan.rope:find",
+            "attention": "npu_patch.adapters.torchtitan.attention:find",
+        },
+    ),
+    Library(
+        name="transformers",
+        modules="npu_patch.adapters.transformers:modules",
+        finders={
+            "rms_norm": "npu_patch.adapters.transformers.norms:find",
+            "rope": "npu_patch.adapters.transformers.rope:find",
+            "attention": "npu_patch.adapters.transformers.attention:find",
+        },
+    ),
+)

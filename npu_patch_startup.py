@@ -1,0 +1,79 @@
+"""Interpreter start-up: wait for the first import of a model library, then activate npu_patch.
+
+`npu_patch.pth` (and `npu_patch.start` for Python 3.15) calls `start` in every interpreter whose environment asks for
+npu_patch.  This module is not inside the package, because importing the package activates it, and it uses the standard
+library alone, because it runs in every such interpreter, with or without torch.
+
+Errors raised here surface at the user's import line: a misspelt NPU_PATCH_OPS must not leave a training run unpatched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+LIBRARIES = ("torchtitan", "transformers")
+RUNTIME = ("torch", "torch_npu")
+_OFF = ("", "0", "off")
+
+
+class _Finder:
+    """Sees imports before the finders behind it; finds nothing of its own."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        simulate = fullname in RUNTIME and _simulating()
+        if not (fullname in LIBRARIES or simulate) or getattr(self.local, "busy", False):
+            return None
+        self.local.busy = True
+        try:
+            if simulate:
+                _load_simulator()
+            else:
+                importlib.import_module("npu_patch")._about_to_import(fullname)
+            # Hooks registered just now sit in front of this finder: search again, so that this very import sees them.
+            return importlib.util.find_spec(fullname)
+        finally:
+            self.local.busy = False
+
+
+_FINDER = _Finder()
+
+
+def start() -> None:
+    """Wait for a model library, or for torch where an NPU is simulated, if the environment asks for it."""
+    if os.environ.get("NPU_PATCH_OPS", "").strip().lower() not in (*_OFF, "none", "false", "no") or _simulating():
+        watch()
+
+
+def watch() -> None:
+    """Wait for a model library; may be called again (a virtual environment runs every .pth file twice)."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]
+
+
+def loading_simulator() -> bool:
+    """Whether the package is being imported for its simulator alone, which activates nothing."""
+    return bool(getattr(_FINDER.local, "simulator", False))
+
+
+def _simulating() -> bool:
+    return os.environ.get("NPU_PATCH_SIMULATE", "").strip().lower() not in _OFF
+
+
+def _load_simulator() -> None:
+    known = "npu_patch" in sys.modules
+    _FINDER.local.simulator = not known
+    try:
+        importlib.import_module("npu_patch.simulator").load()
+    finally:
+        _FINDER.local.simulator = False
+        if not known:  # so that a later `import npu_patch` in the user's script activates
+            sys.modules.pop("npu_patch", None)
