@@ -113,7 +113,7 @@ def option_value(op: str, name: str, value: object) -> OptionValue:
         expected = " or ".join(map(repr, declared.choices)) if declared.choices else f"a value of type {kind.__name__}"
         raise SettingsError(f"option {name!r} of op {op!r}: expected {expected}, got {value!r}")
     if kind in (int, float) and result < 0:  # type: ignore[operator]
-        raise SettingsError(f"option {name!r} of op {op!r}: expected a value of at least 0, got {value!r}")
+        raise SettingsError(f"option {name!r} of op {op!r}: expected a value of at least 0, got {result!r}")
     return result
 
 

@@ -1,0 +1,43 @@
+"""The tests run on device `npu`: real hardware where there is some, else the simulated one, loaded before torch."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+
+import pytest
+
+# The test process patches nothing by itself; each test says what it wants on.
+os.environ["NPU_PATCH_OPS"] = "none"
+for variable in ("NPU_PATCH_REPORT", "NPU_PATCH_STRICT", "NPU_PATCH_LOG"):
+    os.environ.pop(variable, None)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import npu_patch.simulator  # noqa: E402
+
+REAL_NPU = bool(glob.glob("/dev/davinci[0-9]*"))
+if not REAL_NPU and "torch" not in sys.modules:
+    npu_patch.simulator.load(devices=2)
+
+import npu_patch  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A missing derivative only warns and leaves gradients None: in a test that is a failure.
+    config.addinivalue_line("filterwarnings", "error:.*an autograd kernel was not registered.*:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def originals() -> object:
+    """Every test starts and ends with all originals in place."""
+    npu_patch.disable()
+    yield None
+    npu_patch.disable()
+
+
+@pytest.fixture
+def device() -> object:
+    import torch
+
+    return torch.device("npu")

@@ -1,0 +1,1 @@
+from .fakes import fake  # noqa: F401
