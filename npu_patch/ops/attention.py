@@ -1,0 +1,304 @@
+"""Scaled dot product attention: `npu_fusion_attention`, under torch.compile `npu_fusion_attention_v3`.
+
+Source: operator documents torch_npu.npu_fusion_attention and npu_fusion_attention_v3 (op-plugin),
+aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2 to V5 (ops-transformer/attention/flash_attention_score).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ._guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
+from .availability import is_ascend950, schema_has
+from .masks import Mask
+
+__all__ = ["SAVE_OPS", "Mask", "attention", "unsupported"]
+
+LAYOUTS = ("BNSD", "BSND", "TND")
+_MAX_HEAD_SIZE, _MAX_HEADS, _MAX_LENGTH, _MAX_BATCH, _MAX_DOCUMENTS = 768, 256, 1 << 20, 1 << 21, 1024
+_TRIANGLE = 2048  # side of the compressed mask of sparse modes 2 to 4, whatever the sequence lengths
+
+
+def unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *,
+    layout: str,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> str | None:
+    """Why the fused operator cannot take this call, or None.  The arguments are those of `attention`."""
+    if query.device.type != "npu":
+        return NOT_ON_NPU
+    if transforming():
+        return FUNCTORCH
+    if dropout != 0.0:
+        return "dropout"  # its random numbers are not the original's
+    for tensor in (query, key, value, mask.hidden, mask.bias, sinks):
+        if tensor is not None and type(tensor) not in PLAIN_TYPES and (reason := subclass_reason(tensor)):
+            return reason
+    dtype = query.dtype
+    if dtype not in FLOATS:
+        return f"query of type {dtype_name(dtype)}"
+    if key.dtype != dtype or value.dtype != dtype:
+        return "query, key and value differ in type"
+    if key.device.type != "npu" or value.device.type != "npu":
+        return "key or value is not on an NPU"
+    rank = 3 if layout == "TND" else 4
+    if query.dim() != rank or key.dim() != rank or value.dim() != rank:
+        return f"query, key and value are not {rank}-D"
+    batch, heads, q_len, size = _sizes(query, layout)
+    kv_batch, kv_heads, kv_len, key_size = _sizes(key, layout)
+    value_batch, value_heads, value_len, value_size = _sizes(value, layout)
+    if kv_batch != batch or value_batch != batch or value_heads != kv_heads or value_len != kv_len:
+        return "key and value do not fit together or to the query"
+    if batch == 0 or q_len == 0 or kv_len == 0 or kv_heads == 0 or value_size == 0:
+        return "an input is empty"
+    if key_size != size:
+        return "query and key head sizes differ"
+    if value_size > size:
+        return "value head size above query head size"
+    if size > _MAX_HEAD_SIZE:
+        return "head size above 768"
+    if heads % kv_heads:
+        return "query heads are not a multiple of key heads"
+    if heads > _MAX_HEADS:
+        return "more than 256 heads"
+    if q_len > _MAX_LENGTH or kv_len > _MAX_LENGTH or batch > _MAX_BATCH:
+        return "sequence or batch beyond the operator's limit"
+    if is_compiling():
+        if not schema_has("npu_fusion_attention_v3"):
+            return "torch.compile needs npu_fusion_attention_v3"
+        if is_ascend950():
+            return "torch.compile needs npu_fusion_attention_v3, which Ascend950 lacks"
+    if sinks is not None and (reason := _sinks_reason(sinks, heads)):
+        return reason
+    if return_lse and (reason := _lse_reason(query, key, layout)):
+        return reason
+    if (layout == "TND") != (mask.kind == "documents"):
+        return "packed documents need the TND layout, and TND needs documents"
+    if mask.kind == "documents":
+        return _documents_reason(mask, q_len, kv_len)
+    if mask.kind == "dense" and (reason := _dense_reason(mask, batch, heads, q_len, kv_len)):
+        return reason
+    if mask.bias is not None:
+        return _bias_reason(mask.bias, dtype, size**-0.5 if scale is None else scale, batch, heads, q_len, kv_len)
+    return None
+
+
+def _sizes(tensor: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Batch (1 in TND), heads, length and head size."""
+    shape = tensor.shape
+    if layout == "BNSD":
+        return shape[0], shape[1], shape[2], shape[3]
+    if layout == "BSND":
+        return shape[0], shape[2], shape[1], shape[3]
+    if layout == "TND":
+        return 1, shape[1], shape[0], shape[2]
+    raise ValueError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}")
+
+
+def _sinks_reason(sinks: Tensor, heads: int) -> str | None:
+    if not schema_has("npu_fusion_attention", "sink"):
+        return "this torch_npu has no attention sinks"
+    if is_ascend950():
+        return "Ascend950 ignores attention sinks"
+    if sinks.dtype != torch.float32 or sinks.device.type != "npu" or tuple(sinks.shape) != (heads,):
+        return "sinks are not one float32 for each query head, on the NPU"
+    return None
+
+
+def _lse_reason(query: Tensor, key: Tensor, layout: str) -> str | None:
+    # The operator's derivative takes the gradient of its first output only: others would be lost silently.
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return "gradient through the log-sum-exp"
+    if layout == "TND" and not schema_has("npu_fusion_attention", "softmax_layout"):
+        return "log-sum-exp of packed documents"
+    return None
+
+
+def _documents_reason(mask: Mask, q_len: int, kv_len: int) -> str | None:
+    if mask.bias is not None:
+        return "a bias on packed documents"
+    if len(mask.q_ends) > _MAX_DOCUMENTS:
+        return "more than 1024 documents"
+    if mask.q_ends[-1] != q_len or mask.kv_ends[-1] != kv_len:
+        return "the document ends are not the packed length"
+    if mask.may_hide_rows:
+        return "a query without a visible key in packed documents"
+    return None
+
+
+def _dense_reason(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> str | None:
+    hidden = mask.hidden
+    if hidden is None or hidden.dtype != torch.bool or hidden.device.type != "npu":
+        return "the dense mask is not a bool tensor on the NPU"
+    shape = hidden.shape
+    if len(shape) not in (2, 4) or shape[-1] != kv_len or shape[-2] not in (1, q_len):
+        return "the dense mask's shape"
+    if len(shape) == 4 and (shape[0] not in (1, batch) or shape[1] not in (1, heads)):
+        return "the dense mask's shape"
+    return None
+
+
+def _bias_reason(
+    bias: Tensor, dtype: torch.dtype, scale: float, batch: int, heads: int, q_len: int, kv_len: int
+) -> str | None:
+    if bias.device.type != "npu" or bias.dim() != 4:
+        return "the bias is not a 4-D tensor on the NPU"
+    for size, own in zip((batch, heads, q_len, kv_len), bias.shape, strict=True):
+        if own != size and own != 1:
+            return "the bias does not broadcast to the scores"
+    if bias.dtype != dtype:
+        return "the bias is not in the query's type"
+    # The operator adds before it scales: softmax(scale * (q k + bias / scale)).
+    if dtype == torch.float16:
+        return "a float16 bias may overflow when it is divided by the scale"
+    if scale <= 0.0 or (dtype != torch.float32 and math.frexp(scale)[0] != 0.5):
+        return "a bias is exact only with a scale that is a power of two"
+    return None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *,
+    layout: str,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`softmax(scale * query @ key.T, over what the mask shows) @ value`; query heads share key and value heads.
+
+    Args:
+        query: (B, N, Sq, D), (B, Sq, N, D) or (T, N, D) as `layout` says; float16, bfloat16 or float32.
+        key: the same with Nkv heads, N a multiple of Nkv.
+        value: as key, with a head size Dv <= D.
+        mask: what each query may see.
+        layout: "BNSD", "BSND" or "TND".
+        scale: None means D ** -0.5.
+        dropout: 0.0.
+        sinks: (N,) float32, a logit of each head that takes part in the softmax and is then dropped.
+        return_lse: also return the log-sum-exp of the scaled scores, without gradient.
+
+    Returns:
+        The output in the layout and dtype of the query, with head size Dv; a query that sees no key gets zeros.  With
+        `return_lse` a pair: the output, and float32 (B, N, Sq), in TND (T, N).
+
+    Raises:
+        RuntimeError: the operator refuses the arguments; ask `unsupported` first.
+        ValueError: an unknown layout, or dropout.
+    """
+    if dropout != 0.0:
+        raise ValueError("the fused attention has no dropout")
+    _, heads, q_len, size = _sizes(query, layout)
+    if scale is None:
+        scale = size**-0.5
+    kv_len = _sizes(key, layout)[2]
+    options = _mask_options(mask, query, q_len, kv_len)
+    if mask.bias is not None:
+        options["pse"] = _pse(mask.bias, scale, heads, q_len, kv_len)
+    if sinks is not None:
+        options["sink"] = sinks
+    if return_lse and layout == "TND":
+        options["softmax_layout"] = "TND"  # the default is data ordered (N, T, 8) in a (T, N, 8) tensor
+    operator = torch.ops.npu.npu_fusion_attention_v3 if is_compiling() else torch.ops.npu.npu_fusion_attention
+    output, maximum, total, *_ = operator.default(query, key, value, heads, layout, scale=scale, **options)
+    if not return_lse:
+        return output
+    # Both statistics hold one number eight times.
+    return output, (maximum[..., 0] + total[..., 0].log()).detach()
+
+
+def _mask_options(mask: Mask, query: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:
+    """The operator's arguments for a mask.  Without atten_mask it ignores sparse_mode: causal always comes with one."""
+    kind = mask.kind
+    if kind == "full":
+        return {}
+    if kind == "causal":
+        if mask.alignment == "upper_left":
+            return {"atten_mask": _triangle(query.device), "sparse_mode": 2}
+        if q_len == 1:
+            return {}
+        return _rows(q_len > kv_len, {"atten_mask": _triangle(query.device), "sparse_mode": 3})
+    if kind == "band":
+        return _rows(q_len > kv_len, _band(mask.window, query.device))
+    if kind == "dense":
+        hidden = mask.hidden
+        assert hidden is not None
+        if hidden.shape[-2] != q_len:
+            hidden = hidden.expand(*hidden.shape[:-2], q_len, hidden.shape[-1])
+        if hidden.dim() == 4 and hidden.shape[0] == 1 and hidden.shape[1] != 1:
+            # (1, N, Sq, Skv) is not among the operator's shapes.
+            hidden = hidden.expand(query.shape[0], -1, -1, -1)
+        return _rows(mask.may_hide_rows, {"atten_mask": hidden, "sparse_mode": 1})
+    options: dict[str, Any] = {}
+    if mask.is_causal and mask.window is not None:
+        options = _band(mask.window, query.device)
+    elif mask.is_causal:
+        options = {"atten_mask": _triangle(query.device), "sparse_mode": 3}
+    if is_compiling():  # v3 takes them as tensors on the host
+        options["actual_seq_qlen"] = torch.tensor(mask.q_ends, dtype=torch.int64, device="cpu")
+        options["actual_seq_kvlen"] = torch.tensor(mask.kv_ends, dtype=torch.int64, device="cpu")
+    else:
+        options["actual_seq_qlen"] = mask.q_ends
+        options["actual_seq_kvlen"] = mask.kv_ends
+    return options
+
+
+def _band(window: int | None, device: torch.device) -> dict[str, Any]:
+    assert window is not None
+    return {"atten_mask": _triangle(device), "sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
+
+
+def _rows(may_hide: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """With inner_precise=2 the operator takes care of queries that see no key; it is slower."""
+    if may_hide:
+        options["inner_precise"] = 2
+    return options
+
+
+def _pse(bias: Tensor, scale: float, heads: int, q_len: int, kv_len: int) -> Tensor:
+    """The bias as the operator takes it: added before scaling, of a full shape but for the batch, and finite.
+
+    A bias of the type's lowest number, which hides a key, would overflow when divided by a scale below 1, and a row of
+    infinities gives NaN where the lowest number gives equal weights.
+    """
+    limit = torch.finfo(bias.dtype)
+    return (bias / scale).clamp(limit.min, limit.max).expand(bias.shape[0], heads, q_len, kv_len)
+
+
+_triangles: dict[torch.device, Tensor] = {}
+
+
+def _triangle(device: torch.device) -> Tensor:
+    """True above the diagonal, (2048, 2048): made once per device, on the device."""
+    triangle = _triangles.get(device)
+    if triangle is None:
+        with torch.inference_mode(False):
+            triangle = torch.ones(_TRIANGLE, _TRIANGLE, device=device, dtype=torch.float32).triu(1).bool()
+        if keep(triangle):
+            _triangles[device] = triangle
+    return triangle
+
+
+# torch.compile calls this while it traces and puts the one tensor into the graph as a constant.
+_triangle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def SAVE_OPS() -> list[Any]:
+    """The operator overloads that selective activation checkpointing should save, as far as they exist here."""
+    names = ("npu_fusion_attention", "npu_fusion_attention_v3")
+    return [getattr(torch.ops.npu, name).default for name in names if schema_has(name)]

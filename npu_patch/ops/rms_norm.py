@@ -1,0 +1,99 @@
+"""Root mean square normalisation over the last dimension: `npu_rms_norm`.
+
+Source: operator documents torch_npu.npu_rms_norm (op-plugin) and aclnnRmsNorm (ops-nn/norm/rms_norm).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ._guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
+
+# (input, gamma) pairs of the operator document, the same for A2, A3 and 950.
+_DTYPES = frozenset(
+    (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+    )
+)
+_X_DTYPES = frozenset(x for x, _ in _DTYPES)
+
+_ones: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+
+
+def unsupported(x: Tensor, weight: Tensor | None) -> str | None:
+    """Why the fused operator cannot take this call, or None.
+
+    The documents name no bound for the last dimension, so there is none here.
+
+    Args:
+        x: (..., size).
+        weight: (size,), or None.
+    """
+    if x.device.type != "npu":
+        return NOT_ON_NPU
+    if transforming():
+        return FUNCTORCH
+    if type(x) not in PLAIN_TYPES and (reason := subclass_reason(x)):
+        return reason
+    shape = x.shape
+    if weight is None:
+        if x.dtype not in _X_DTYPES:
+            return f"input of type {dtype_name(x.dtype)}"
+    else:
+        if type(weight) not in PLAIN_TYPES and (reason := subclass_reason(weight)):
+            return reason
+        if (x.dtype, weight.dtype) not in _DTYPES:
+            return f"input of type {dtype_name(x.dtype)} with a weight of type {dtype_name(weight.dtype)}"
+        if weight.dim() != 1:
+            return "the weight is not one-dimensional"
+        size = weight.shape[0]
+        if size == 0:  # ZeRO-3 leaves an empty shell of a partitioned parameter
+            return "the weight is empty"
+        if not shape or size != shape[-1]:
+            return "the weight's size is not the input's last size"
+        if weight.device.type != "npu":
+            return "the weight is not on an NPU"
+    if not 1 <= len(shape) <= 8:
+        return "the input has no dimension or more than 8"
+    if x.numel() == 0:  # taken by the forward operator, not mentioned for the backward one
+        return "the input is empty"
+    return None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`x / sqrt(mean(x**2, -1) + eps) * weight`, computed in float32 and rounded once to the dtype of x.
+
+    Args:
+        x: (..., size), float16, bfloat16 or float32.
+        weight: (size,), in the dtype of x or float32; None means ones.
+        eps: added to the mean square.
+
+    Returns:
+        (..., size), in the dtype of x.  The gradient of the weight is summed in float32.
+
+    Raises:
+        RuntimeError: the operator refuses the arguments; ask `unsupported` first.
+    """
+    if weight is None:
+        weight = _unit_weight(x)
+    return torch.ops.npu.npu_rms_norm.default(x, weight, eps)[0]
+
+
+def _unit_weight(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    if is_compiling():  # part of the graph: a cache must not be filled while tracing
+        return torch.ones(size, device=x.device, dtype=x.dtype)
+    key = (size, x.device, x.dtype)
+    ones = _ones.get(key)
+    if ones is None:
+        with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward
+            ones = torch.ones(size, device=x.device, dtype=x.dtype)
+        if keep(ones):
+            _ones[key] = ones
+    return ones
