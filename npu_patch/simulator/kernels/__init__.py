@@ -1,0 +1,10 @@
+"""The ``npu::`` kernels of the simulated device, one file per family."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Registers every kernel with torch_npu's operators. Initialises nothing. A second call does nothing."""
+    from . import activation, attention, base, cast, norm, rope  # noqa: F401  (importing declares the kernels)
+
+    base.register()
