@@ -18,7 +18,7 @@ def draw(generator: torch.Generator | None, device: torch.device, run: Callable[
     """Runs ``run`` with the CPU generator seeded from the NPU generator, and moves the NPU generator on.
 
     ``torch.npu.manual_seed``, ``get_rng_state``, ``fork_rng`` and DTensor's offset tracker therefore mean what they
-    mean on a device, and the CPU generator is left as it was. The numbers differ from the CPU's and from the hardware's.
+    mean on a device, and the CPU generator is left as it was. The numbers are neither the CPU's nor the hardware's.
     """
     if generator is None:
         npu = torch.get_device_module("npu")

@@ -110,7 +110,7 @@ def _check_compressed(call: Call, mask: Tensor, mode: int) -> None:
 
 
 def _check_band(call: Call, rule: Rule, mask: Tensor) -> None:
-    """In mode 0 the device skips what lies outside the band of pre_tockens and next_tockens, anchored at the top left."""
+    """In mode 0 the device skips what lies outside the band of pre_tockens and next_tockens, from the top left."""
     q_len, kv_len = mask.shape[-2:]
     if rule.pre_tockens >= q_len and rule.next_tockens >= kv_len:
         return

@@ -71,7 +71,7 @@ def _check_tnd(call: Call, x: Tensor, r1: Tensor, mode: str) -> None:
 
 
 def _check_layouts(call: Call, x: Tensor, r1: Tensor, mode: str) -> None:
-    """Some reading of the shapes must satisfy every limit; which one the device takes for ambiguous shapes is unknown."""
+    """Some reading of the shapes must satisfy every limit; which one the device takes when several do is unknown."""
     reasons = []
     for layout in _LAYOUTS:
         matches = layout.interleave_matches if mode == "interleave" else layout.matches
