@@ -1,0 +1,323 @@
+"""Recognise root-mean-square norms by what their forward computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .bracket import NotRecognised, no_random_draws, plain, quiet, same
+from .norm_probes import FORMULAS, Expected, Probe, probes
+from .standin import ABSENT, Refused, StandIn, UnknownAttribute, record
+
+MAX_FAILURES = 24
+
+
+@dataclass(frozen=True)
+class NormMeaning:
+    """What a norm's forward computes on instances that meet the conditions.
+
+    Args:
+        formula: with n = x * rsqrt(mean(x²) + eps) in float32, "llama": weight * n.to(x.dtype); "fp32": (weight * n)
+            cast once; "gemma": ((1 + weight) * n) cast once; "none": n cast once.
+        weight: attribute of the weight, None where there is none.
+        eps: attribute of epsilon.
+        results: (x dtype, weight dtype) → dtype of the result; pairs that are not in it were not recognised.
+        default_eps: what an epsilon of None stands for: "x" (`finfo(x.dtype).eps`), "float32", or None: not recognised.
+        conditions: (attribute, value): what else the instance must have, compared by type and value; `ABSENT` stands
+            for an attribute that the instance does not have.
+        widths: attributes that must equal the size of the last dimension: as int, or as 1-tuple.
+        methods: (name, function) of the class's own methods that took part.
+    """
+
+    formula: str
+    weight: str | None
+    eps: str
+    results: Mapping[tuple[torch.dtype, torch.dtype], torch.dtype] = field(compare=False)
+    default_eps: str | None = None
+    conditions: tuple[tuple[str, Any], ...] = ()
+    widths: tuple[tuple[str, type], ...] = ()
+    methods: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        text = self.formula
+        if self.conditions:
+            text += " if " + " and ".join(f"{name} is {value!r}" for name, value in self.conditions)
+        return text
+
+
+def is_norm_class(value: object, module: str) -> bool:
+    """Whether something found in `module` is a module class defined there that calls itself a norm."""
+    if not isinstance(value, type) or not issubclass(value, nn.Module) or value.__module__ != module:
+        return False
+    if issubclass(value, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        return False  # they subtract a mean
+    return value.__name__.lower().endswith("norm") or says_rms(value)
+
+
+def says_rms(cls: type) -> bool:
+    """Whether the name promises a root-mean-square norm, so that not recognising it is worth saying."""
+    name = cls.__name__.lower()
+    return "rmsnorm" in name or "l2norm" in name
+
+
+def recognise_norm(cls: type) -> tuple[NormMeaning, ...]:
+    """Every meaning of `cls.forward`, one per combination of attribute values that it distinguishes.
+
+    The forward runs on stand-ins for instances, forward and backward, in three dtypes, on 2-D to 4-D inputs of several
+    widths with rows of 0, 1e-4 and 1e4.
+
+    Raises:
+        NotRecognised: it equals no known formula.
+    """
+    if issubclass(cls, torch.jit.ScriptModule):
+        raise NotRecognised("is a ScriptModule")
+    forward = plain(_attribute(cls, "forward"))
+    code = forward.__code__
+    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & 0x0C:
+        names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        raise NotRecognised(f"its forward takes ({', '.join(names)})")
+    with quiet(), no_random_draws():
+        search = _Search(cls, forward)
+        found = search.explore({})
+        if not found:
+            raise NotRecognised(search.reason)
+        return tuple(search.without_weight(found))
+
+
+def _attribute(cls: type, name: str) -> object:
+    for owner in cls.__mro__:
+        if name in vars(owner):
+            return vars(owner)[name]
+    return None
+
+
+# ---- the search over what the attributes may be ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What an attribute stands for, when it is not a plain value."""
+
+    kind: str
+
+    def value(self, probe: Probe) -> Any:
+        return {
+            "weight": probe.weight,
+            "eps": probe.eps,
+            "no eps": None,
+            "width": probe.width,
+            "widths": (probe.width,),
+        }[self.kind]
+
+
+_FLAGS = (True, False, None, ABSENT)
+
+
+def _options(name: str) -> Iterator[tuple[Any, ...]]:
+    """Groups of values to try for an attribute, likeliest first; within a group every value may lead somewhere."""
+    lower = name.lower()
+    if lower == "training":
+        yield (True, False)
+        return
+    groups = {
+        "weight": (_Role("weight"),),
+        "flag": _FLAGS,
+        "eps": (_Role("eps"),),
+        "width": (_Role("width"),),
+        "widths": (_Role("widths"),),
+    }
+    if "eps" in lower:
+        first = "eps"
+    elif lower.startswith(("with_", "use_", "is_", "has_", "add_", "elementwise")) or "_with_" in lower:
+        first = "flag"
+    elif "shape" in lower:
+        first = "widths"
+    elif "dim" in lower or "size" in lower:
+        first = "width"
+    else:
+        first = "weight"
+    yield groups.pop(first)
+    yield from groups.values()
+
+
+def _whenever(found: list[NormMeaning], name: str) -> list[NormMeaning]:
+    """The same meanings without a condition on a flag, where both of its values lead to one meaning."""
+    without = [replace(m, conditions=tuple(pair for pair in m.conditions if pair[0] != name)) for m in found]
+    result: list[NormMeaning] = []
+    for meaning, key in zip(found, without, strict=True):
+        both = without.count(key) == 2
+        if not both or key not in result:
+            result.append(key if both else meaning)
+    return result
+
+
+class _Search:
+    """Finds assignments of attribute values under which a forward equals a formula."""
+
+    def __init__(self, cls: type, forward: Callable[..., Any]) -> None:
+        self.cls = cls
+        self.forward = forward
+        self.failures = 0
+        self.reason = "computes no known norm"
+        self._rank = (-1, -1)
+
+    def explore(self, assignment: dict[str, Any]) -> list[NormMeaning]:
+        """Every meaning that can be reached by giving values to more attributes."""
+        try:
+            return [self._try(assignment)]
+        except UnknownAttribute as unknown:
+            name = unknown.name
+        except NotRecognised as error:
+            self.failures += 1
+            self._note(len(assignment), str(error))
+            return []
+        for group in _options(name):
+            if self.failures > MAX_FAILURES:
+                self._note(len(assignment), "depends on too many attributes")
+                return []
+            found = [meaning for value in group for meaning in self.explore({**assignment, name: value})]
+            if found and name == "training":
+                found = _whenever(found, name)
+            if found:
+                return found
+        return []
+
+    def without_weight(self, found: list[NormMeaning]) -> Iterator[NormMeaning]:
+        """Adds what the same forward does when its weight is None, and what an epsilon of None stands for."""
+        for meaning in found:
+            assignment = self._assignment(meaning)
+            for name in ("x", "float32"):
+                try:
+                    self._try({**assignment, meaning.eps: _Role("no eps")}, default_eps=name)
+                except (NotRecognised, UnknownAttribute):
+                    continue
+                meaning = replace(meaning, default_eps=name)
+                break
+            yield meaning
+            if meaning.weight is not None:
+                try:
+                    yield replace(self._try({**assignment, meaning.weight: None}), default_eps=meaning.default_eps)
+                except (NotRecognised, UnknownAttribute):
+                    continue
+
+    def _assignment(self, meaning: NormMeaning) -> dict[str, Any]:
+        assignment: dict[str, Any] = dict(meaning.conditions)
+        assignment.update({name: _Role("width" if kind is int else "widths") for name, kind in meaning.widths})
+        assignment[meaning.eps] = _Role("eps")
+        if meaning.weight is not None:
+            assignment[meaning.weight] = _Role("weight")
+        return assignment
+
+    def _note(self, depth: int, reason: str) -> None:
+        """Keep the reason that says most: an attempt that ran, then the one that got furthest."""
+        rank = (0 if reason.startswith("fails") else 1 if reason.startswith("depends") else 2, depth)
+        if rank > self._rank:
+            self._rank, self.reason = rank, reason
+
+    def _try(self, assignment: Mapping[str, Any], default_eps: str | None = None) -> NormMeaning:
+        """The meaning under one assignment.
+
+        Raises:
+            NotRecognised: under it, the forward fails or computes something unknown.
+            UnknownAttribute: it reads an attribute that has no value yet.
+        """
+        alive = list(FORMULAS)
+        read: set[str] = set()
+        methods: dict[str, Any] = {}
+        results: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
+        for probe in probes():
+            eps = {None: probe.eps, "x": torch.finfo(probe.x.dtype).eps, "float32": torch.finfo(torch.float32).eps}
+            values = {name: v.value(probe) if isinstance(v, _Role) else v for name, v in assignment.items()}
+            stand_in = StandIn(self.cls, values)
+            try:
+                y = self._run(stand_in, probe)
+            except NotRecognised:
+                if not probe.mixed:
+                    raise
+                continue
+            seen, used = record(stand_in)
+            read |= seen
+            methods.update(used)
+            if probe.mixed:
+                if any(_close(y, probe.expect(name, eps[default_eps]).y) for name in alive):
+                    results[probe.x.dtype, probe.weight.dtype] = y.dtype
+                continue
+            gradients = probe.gradients(y)
+            alive = [name for name in alive if _agrees(y, gradients, probe, probe.expect(name, eps[default_eps]))]
+            if not alive:
+                raise NotRecognised("computes no known norm")
+            results[probe.x.dtype, probe.weight.dtype] = y.dtype
+        return _meaning(alive[0], assignment, read, methods, results)
+
+    def _run(self, stand_in: StandIn, probe: Probe) -> torch.Tensor:
+        version = probe.x._version, probe.weight._version
+        try:
+            y = self.forward(stand_in, probe.x)
+        except Refused as refused:
+            raise NotRecognised(str(refused)) from None
+        except Exception as error:
+            raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+        if (probe.x._version, probe.weight._version) != version:
+            probes.cache_clear()
+            raise NotRecognised("modifies its input")
+        if not isinstance(y, torch.Tensor):
+            raise NotRecognised(f"returns a {type(y).__name__}")
+        if y.shape != probe.x.shape:
+            raise NotRecognised(f"returns {tuple(y.shape)} for {tuple(probe.x.shape)}")
+        return y
+
+
+def _agrees(
+    y: torch.Tensor, gradients: tuple[torch.Tensor | None, torch.Tensor | None], probe: Probe, expected: Expected
+) -> bool:
+    if not same(y, expected.y):
+        return False
+    if not probe.backward:
+        return True
+    for ours, theirs in zip(gradients, (expected.dx, expected.dw), strict=True):
+        if (ours is None) != (theirs is None) or (ours is not None and not same(ours, theirs, loose=True)):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+def _close(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal up to one rounding to a half type: dtype pairs in which formulas may round at different places."""
+    a, b = y.detach().float(), expected.float()
+    return y.shape == expected.shape and bool(((a - b).abs() <= 0.01 * b.abs() + 1e-6).all())
+
+
+def _meaning(
+    formula: str,
+    assignment: Mapping[str, Any],
+    read: set[str],
+    methods: Mapping[str, Any],
+    results: Mapping[tuple[torch.dtype, torch.dtype], torch.dtype],
+) -> NormMeaning:
+    """Names weight and epsilon from what was read.
+
+    Raises:
+        NotRecognised: it reads no epsilon, or two attributes for one thing.
+    """
+    roles: dict[str, list[str]] = {}
+    for name in sorted(read):
+        value = assignment[name]
+        roles.setdefault(value.kind if isinstance(value, _Role) else "value", []).append(name)
+    eps = roles.get("eps", []) + roles.get("no eps", [])
+    weight = roles.get("weight", [])
+    if len(eps) != 1 or len(weight) > 1:
+        raise NotRecognised("reads no epsilon" if not eps else f"reads {', '.join(eps + weight)} for one thing")
+    if (formula == "none") == bool(weight):
+        raise NotRecognised("reads a weight that does nothing" if weight else "applies a weight that it does not read")
+    return NormMeaning(
+        formula=formula,
+        weight=weight[0] if weight else None,
+        eps=eps[0],
+        results=dict(results),
+        conditions=tuple((name, assignment[name]) for name in roles.get("value", [])),
+        widths=tuple((n, int) for n in roles.get("width", [])) + tuple((n, tuple) for n in roles.get("widths", [])),
+        methods=tuple(sorted(methods.items())),
+    )
