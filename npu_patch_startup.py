@@ -17,6 +17,10 @@ import threading
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+INTERFACE = 1
+"""Raised when the functions that the package uses here change; `start()` without arguments is there for ever, because
+start-up files of other versions call it."""
+
 LIBRARIES = ("torchtitan", "transformers")
 RUNTIME = ("torch", "torch_npu")
 _OFF = ("", "0", "off")
