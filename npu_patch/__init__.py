@@ -24,6 +24,13 @@ from .settings import SettingsError
 from .tables import OpsTable, Strategy
 
 __version__ = "0.1.0"
+
+if getattr(npu_patch_startup, "INTERFACE", None) != 1:  # a leftover of another installation came first on the path
+    raise ImportError(
+        f"npu_patch {__version__} found the start-up module of another version, {npu_patch_startup.__file__}: "
+        "uninstall npu_patch until pip finds none, then install it again"
+    )
+
 __all__ = [
     "Row",
     "SettingsError",
@@ -174,7 +181,7 @@ def _activate() -> None:
     _patcher.strict = settings.strict
     _patcher.named = settings.named
     _patcher.set(dict.fromkeys(settings.enabled, True))
-    if settings.enabled:
+    if settings.enabled or settings.report is not None:
         from . import process
 
         process.start(_patcher, settings.report)

@@ -268,6 +268,18 @@ class Patcher:
         """Whether this process has imported anything that could be patched."""
         return any(name in sys.modules for name in self._modules)
 
+    def hopeless(self) -> bool:
+        """Whether this process was found to have no usable NPU, and was told so."""
+        return self._unavailable is not None and self._unavailable.final
+
+    def after_fork(self) -> None:
+        """In a forked child: the child counts its own calls, and threads that are gone hold no lock."""
+        self._lock = threading.RLock()
+        for record in self._records.values():
+            if record.site is not None:
+                record.site.hits = 0
+                record.site.fallbacks.clear()
+
     def status(self, model: Any = None) -> Status:
         with self._lock:
             rows = [self._row(record) for record in self._records.values()]
