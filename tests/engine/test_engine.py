@@ -101,9 +101,17 @@ def test_a_users_own_override_of_an_imported_name_survives(fake):
 def test_an_exception_inside_a_scope_leaves_nothing_behind(fake):
     before = snapshot(fake)
     patcher = fake.patcher()
-    with pytest.raises(RuntimeError, match="inside"), patcher.scope({"rms_norm": True}, exact=True):
-        assert fake.load("norms").Own().forward(1)[0] == "patched"
-        raise RuntimeError("inside")
+    norms = fake.load("norms")
+    inside = []
+
+    def block():
+        with patcher.scope({"rms_norm": True}, exact=True):
+            inside.append(norms.Own().forward(1)[0])
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        block()
+    assert inside == ["patched"]
     assert same(before, snapshot(fake))
 
 

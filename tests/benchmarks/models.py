@@ -1,0 +1,141 @@
+"""The models whose launches, bytes and host syncs are counted: one training step each, patched and unpatched.
+
+Two sequences of 512 tokens in bfloat16.  The transformers models are tiny configurations of the real classes; the
+torchtitan models are its own debug models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+BATCH, LENGTH = 2, 512
+_BASE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "head_dim": 32,
+}
+TRANSFORMERS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+TORCHTITAN = ("llama3", "qwen3")
+
+
+@dataclasses.dataclass
+class Subject:
+    """A model on the device and a function that runs one forward and backward and returns the loss."""
+
+    model: torch.nn.Module
+    step: Callable[[], torch.Tensor]
+    unpatched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def transformers_model(name: str, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> Subject:
+    """A causal language model built on the CPU with a fixed seed, then moved."""
+    import transformers
+
+    config, cls, changes = TRANSFORMERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)._from_config(getattr(transformers, config)(**{**_BASE, **changes}), dtype=dtype)
+    model = model.to("npu").train()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, _BASE["vocab_size"], (BATCH, length), generator=generator).to("npu")
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    return Subject(model, step)
+
+
+def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> Subject:
+    """A debug model of torchtitan.
+
+    Unpatched it does not run on an NPU without a compiler (flex attention and its masks are compiled), so what patched
+    counts are compared with is a stand-in: `scaled_dot_product_attention` with a dense causal mask made beforehand.
+    """
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common import attention
+    from torchtitan.tools.utils import set_default_dtype
+
+    set_spmd_backend("partial_dtensor")
+    config = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", attn_backend="flex").model
+    for layer in config.layers:
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=length)
+    with torch.device("meta"), set_default_dtype(dtype):
+        model = config.build()
+    model.to_empty(device="cpu")
+    with torch.no_grad(), set_default_dtype(dtype):
+        model.init_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            parameter.copy_(1 + 0.02 * noise if "norm" in name else 0.02 * noise)
+    model.to("npu").train()
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (
+        torch.randint(0, config.vocab_size, (BATCH, length), generator=generator).to("npu") for _ in range(2)
+    )
+    positions = torch.arange(length).expand(BATCH, length).contiguous().to("npu")
+    valid = torch.tensor(float(BATCH * length)).to("npu")
+    loss_function = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size).build()
+    dense = torch.ones(length, length, dtype=torch.bool).tril().view(1, 1, length, length).to("npu")
+    standing_in = False
+
+    @contextlib.contextmanager
+    def stand_in() -> Iterator[None]:
+        nonlocal standing_in
+
+        def forward(self: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **_: Any) -> Any:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=enable_gqa)
+            return out.transpose(1, 2)
+
+        original = attention.FlexAttention.forward
+        attention.FlexAttention.forward, standing_in = forward, True
+        try:
+            yield
+        finally:
+            attention.FlexAttention.forward, standing_in = original, False
+
+    def step() -> torch.Tensor:
+        masks = dense if standing_in else model.get_attention_masks(positions)
+        logits = model(tokens, positions=positions, attention_masks=masks)
+        loss, _ = loss_function(logits, labels, valid)
+        loss.backward()
+        return loss
+
+    return Subject(model, step, stand_in)
+
+
+def subject(name: str, **kwargs: Any) -> Subject:
+    if name in TRANSFORMERS:
+        return transformers_model(name, **kwargs)
+    return torchtitan_model(name.removeprefix("torchtitan "), **kwargs)
+
+
+NAMES = (*TRANSFORMERS, *(f"torchtitan {family}" for family in TORCHTITAN))
