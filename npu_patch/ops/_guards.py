@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
@@ -12,12 +13,12 @@ FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _peek = torch._C._functorch.peek_interpreter_stack
 
 NOT_ON_NPU = "not on an NPU"
-FUNCTORCH = "a torch.func transform is active"
+FUNCTORCH = "a torch.func transform or forward-mode differentiation is active"
 
 
 def transforming() -> bool:
-    """True while a torch.func transform (vmap, grad, jvp, functionalize) runs."""
-    return _peek() is not None
+    """True while a torch.func transform (vmap, grad, jvp, functionalize) runs, or inside `forward_ad.dual_level()`."""
+    return _peek() is not None or forward_ad._current_level >= 0
 
 
 # Taken as a constant by torch.compile, which runs transforms itself while it traces them.

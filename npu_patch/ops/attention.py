@@ -227,7 +227,7 @@ def _mask_options(mask: Mask, query: Tensor, q_len: int, kv_len: int) -> dict[st
     kind = mask.kind
     if kind == "full":
         return {}
-    if kind == "causal":
+    if kind == "causal" or (kind == "band" and mask.window >= kv_len):  # type: ignore[operator]
         if mask.alignment == "upper_left":
             return {"atten_mask": _triangle(query.device), "sparse_mode": 2}
         if q_len == 1:

@@ -79,13 +79,14 @@ class Mask:
             window: with `causal`, the number of keys that a query sees, itself included.
 
         Raises:
-            ValueError: no document, lengths that differ, a decreasing end, or a window below 1 or without `causal`.
+            ValueError: no document, lengths that differ, a leading zero, a decreasing end, or a window below 1 or
+                without `causal`.
         """
         if not q_ends or len(q_ends) != len(kv_ends):
             raise ValueError("expected one query end and one key end for each document")
         for ends in (q_ends, kv_ends):
-            if ends[0] < 0 or any(a > b for a, b in pairwise(ends)):
-                raise ValueError("document ends must not decrease")
+            if ends[0] <= 0 or any(a > b for a, b in pairwise(ends)):
+                raise ValueError("document ends must be above 0 and not decrease")
         if window is not None and (window < 1 or not causal):
             raise ValueError("a window is at least 1 and needs causal=True")
         q_ends, kv_ends = tuple(q_ends), tuple(kv_ends)
