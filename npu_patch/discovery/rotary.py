@@ -150,7 +150,10 @@ class _Probe:
 
     def __init__(self, dim: int, width: int, dtypes: Dtypes) -> None:
         generator = torch.Generator().manual_seed(100 * width + dim)
-        shapes = {1: [(2, n, 5, _HEAD) for n in (3, 2)], 2: [(2, 5, n, _HEAD) for n in (3, 2)]}
+        shapes: dict[int, list[tuple[int, ...]]] = {
+            1: [(2, n, 5, _HEAD) for n in (3, 2)],
+            2: [(2, 5, n, _HEAD) for n in (3, 2)],
+        }
         shapes[-2] = [(5, n, _HEAD) for n in (3, 2)]
         table = (5, width) if dim == -2 else (2, 5, width)
         self.dim = dim

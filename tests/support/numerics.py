@@ -1,8 +1,8 @@
 """How numbers are judged: whole models in float32, single patched calls in bfloat16.
 
 float32: `assert_same_training(stock, patched)` on two `Run`s.  bfloat16: `recording(owner, name)` takes down every call
-of a function in one unpatched run, with the gradient that came back; `assert_no_worse` replays the calls through another
-implementation and compares the pooled errors against a float64 formula.
+of a function in one unpatched run, with the gradient that came back; `assert_no_worse` replays the calls through
+another implementation and compares the pooled errors against a float64 formula.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _keep(x: torch.Tensor) -> torch.Tensor:
 def recording(
     owner: Any, name: str, write: Callable[[Any, str, Any], None] = setattr, read: Callable[[Any, str], Any] = getattr
 ) -> Iterator[list[Call]]:
-    """Inside: every call of `owner.name` is taken down in the list; `read` and `write` reach places such as mappings."""
+    """Inside: every call of `owner.name` is taken down; `read` and `write` reach places such as mappings."""
     original = read(owner, name)
     calls: list[Call] = []
 

@@ -1,0 +1,221 @@
+"""The `sdpa` entry of transformers' attention registry.
+
+Replacing the entry reaches models that exist already, remote code and compiled models; replacing the function's names
+would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...discovery import NotRecognised
+from ...discovery.sdpa import recognise_sdpa
+from ...ops import attention as op
+from ...registry import Target, Unrecognised
+from ...sites import Site
+from . import LIBRARY
+from .per_tensor import PerTensor
+
+_OP = "attention"
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_ENTRY = "sdpa"
+
+# Keywords that models hand through to every attention function and that the sdpa one rightly ignores: what they say is
+# in the mask already, or concerns other functions.  Any other keyword, unless None or False, is a reason.
+HARMLESS = frozenset(
+    (
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "deterministic",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "sliding_window",
+        "use_cache",
+    )
+)
+
+_hidden = PerTensor(torch.logical_not)  # every layer of a step gets the same mask tensor
+
+
+def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
+    """The `sdpa` entry, in the module that holds the registry."""
+    registry = getattr(module, _REGISTRY, None)
+    if registry is None or getattr(type(registry), "__module__", None) != module.__name__:
+        return
+    path = f"{_REGISTRY}[{_ENTRY}]"
+    try:
+        entry = getattr(type(registry), "_global_mapping", registry)[_ENTRY]
+        recognise_sdpa(entry)
+        factory = adapter(entry)
+    except Exception as error:  # foreign code was run
+        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+        yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
+        return
+    yield Target(_OP, LIBRARY, module.__name__, path, factory, "scaled dot product")
+
+
+def adapter(entry: FunctionType) -> Callable[[Any, Site], Callable[..., Any]]:
+    """A factory for the entry's function, by its parameters.
+
+    Raises:
+        NotRecognised: they are not those of a known version.
+    """
+    code = entry.__code__
+    names = code.co_varnames[: code.co_argcount]
+    if names[:8] != _PARAMETERS or names[8:] not in ((), ("position_bias",)):
+        raise NotRecognised(f"takes ({', '.join(names)})")
+    return _with_position_bias if names[8:] else _without_position_bias
+
+
+_PARAMETERS = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal")
+
+
+def _with_position_bias(original: Any, site: Site) -> Callable[..., Any]:
+    def sdpa(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if position_bias is not None:
+            reason = "position_bias"
+        else:
+            given = (query, key, value, attention_mask)
+            why, output = _attend(module, *given, dropout, scaling, is_causal, kwargs, site)
+            if why is None:
+                return output, None
+            reason = why
+            if attention_mask is not None and attention_mask.is_floating_point():
+                # The original turns an additive mask into a bool one on an NPU; as a position bias it leaves it alone.
+                position_bias, attention_mask, is_causal = attention_mask, None, False
+        site.fallback(reason)
+        return original(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
+
+    return sdpa
+
+
+def _without_position_bias(original: Any, site: Site) -> Callable[..., Any]:
+    def sdpa(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        reason, output = _attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs, site)
+        if reason is None:
+            return output, None
+        site.fallback(reason)
+        return original(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+
+    return sdpa
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    kwargs: Mapping[str, Any],
+    site: Site,
+) -> tuple[str | None, Any]:
+    """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous)."""
+    if query.device.type != "npu":
+        return "not on an NPU", None
+    if dropout:
+        return "dropout", None
+    for name, given in kwargs.items():
+        if name not in HARMLESS and given is not None and given is not False:
+            return f"keyword {name}", None
+    groups = getattr(module, "num_key_value_groups", 1)
+    if query.dim() != 4 or query.shape[1] != key.shape[1] * max(groups, 1):
+        return "query heads are not key heads times num_key_value_groups", None
+    if torch.is_autocast_enabled("npu"):  # the stock function is cast by autocast, the operator is not
+        dtype = torch.get_autocast_dtype("npu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if attention_mask is not None:
+        reason, mask = _from_mask(attention_mask)
+        if reason is not None:
+            return reason, None
+    elif q_len > 1 and (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+        if kv_len > q_len:  # an empty static cache: what lies behind the queries is not filled yet
+            key, value = key[:, :, :q_len], value[:, :, :q_len]
+        mask = op.Mask.causal("upper_left")
+    else:
+        mask = op.Mask.full()
+    # A cache holds (B, N, S, D); a model's projections are (B, S, N, D) in memory, and so is the result.
+    if key.is_contiguous():
+        reason = op.unsupported(query, key, value, mask, layout="BNSD", scale=scaling)
+        if reason is not None:
+            return reason, None
+        site.hit()
+        output = op.attention(query, key, value, mask, layout="BNSD", scale=scaling)
+        return None, output.transpose(1, 2).contiguous()
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    reason = op.unsupported(query, key, value, mask, layout="BSND", scale=scaling)
+    if reason is not None:
+        return reason, None
+    site.hit()
+    return None, op.attention(query, key, value, mask, layout="BSND", scale=scaling).contiguous()
+
+
+def _from_mask(attention_mask: Tensor) -> tuple[str | None, Any]:
+    """The mask that an attention_mask stands for: bool, True where the key is seen; or added to the scores."""
+    if attention_mask.dim() not in (2, 4):
+        return "the mask is not 2-D or 4-D", None
+    if attention_mask.dtype == torch.bool:
+        return None, op.Mask.dense(_hidden(attention_mask))
+    if attention_mask.is_floating_point():
+        return None, op.Mask.full().with_bias(attention_mask)
+    return f"a mask of type {str(attention_mask.dtype).removeprefix('torch.')}", None

@@ -1,0 +1,210 @@
+"""Norm classes of a modeling file, recognised by what their forward computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_norm, says_rms
+from ...discovery.standin import ABSENT
+from ...ops import rms_norm as op
+from ...registry import Target, Unrecognised
+from ...sites import Site
+from . import LIBRARY
+
+_OP = "rms_norm"
+
+
+def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
+    """The root-mean-square norm classes that a module defines."""
+    for name, cls in list(vars(module).items()):
+        if not is_norm_class(cls, module.__name__) or _inherits(cls):
+            continue
+        path = f"{name}.forward"
+        try:
+            meanings = recognise_norm(cls)
+        except Exception as error:  # foreign code was run
+            if says_rms(cls):
+                reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+                yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
+            continue
+        text = " | ".join(dict.fromkeys(map(str, meanings)))
+        yield Target(_OP, LIBRARY, module.__name__, path, adapter(cls, meanings), text)
+
+
+def _inherits(cls: type) -> bool:
+    """Whether the forward is that of another class of the same library, which is a target itself."""
+    owner = next((one for one in cls.__mro__ if "forward" in vars(one)), cls)
+    return owner is not cls and owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+
+
+def adapter(cls: type, meanings: tuple[NormMeaning, ...]) -> Callable[[Any, Site], Callable[..., Tensor]]:
+    """A factory for the forward of one class."""
+    only = meanings[0]
+    if len(meanings) > 1 or only.weight is None or only.conditions or only.widths or only.methods:
+        return _conditional(cls, meanings)
+    return _weighted(only)
+
+
+def _weighted(meaning: NormMeaning) -> Callable[[Any, Site], Callable[..., Tensor]]:
+    """One meaning, which depends on nothing but weight and epsilon."""
+    assert meaning.weight is not None
+    weight_name, eps_name, default_eps = meaning.weight, meaning.eps, meaning.default_eps
+    compute = _with_offset if meaning.formula == "gemma" else _same_dtype
+    results = meaning.results
+
+    def factory(original: Any, site: Site) -> Callable[..., Tensor]:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            weight, eps = getattr(self, weight_name), getattr(self, eps_name)
+            reason, y = compute(x, weight, eps, results, default_eps, site)
+            if reason is None:
+                return y
+            site.fallback(reason)
+            return original(self, x)
+
+        return forward
+
+    return factory
+
+
+def _conditional(cls: type, meanings: tuple[NormMeaning, ...]) -> Callable[[Any, Site], Callable[..., Tensor]]:
+    """Several meanings, or one that depends on other attributes or on methods that a subclass may override."""
+    cases = tuple(
+        (
+            m.conditions,
+            m.widths,
+            m.weight,
+            m.eps,
+            m.default_eps,
+            m.results,
+            _without_weight if m.weight is None else _with_offset if m.formula == "gemma" else _same_dtype,
+        )
+        for m in meanings
+    )
+    methods = tuple(dict.fromkeys(pair for m in meanings for pair in m.methods))
+
+    def factory(original: Any, site: Site) -> Callable[..., Tensor]:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            reason = _overridden(self, methods) if type(self) is not cls else None
+            if reason is None:
+                for conditions, widths, weight_name, eps_name, default_eps, results, compute in cases:
+                    if not _holds(self, x, conditions, widths):
+                        continue
+                    weight = None if weight_name is None else getattr(self, weight_name)
+                    if weight is None and weight_name is not None:
+                        continue
+                    reason, y = compute(x, weight, getattr(self, eps_name), results, default_eps, site)
+                    if reason is None:
+                        return y
+                    break
+            site.fallback(reason or "its attributes are none of those that were recognised")
+            return original(self, x)
+
+        return forward
+
+    return factory
+
+
+def _overridden(self: Any, methods: tuple[tuple[str, Any], ...]) -> str | None:
+    for name, function in methods:
+        if getattr(type(self), name) is not function:
+            return f"{type(self).__name__} overrides {name}"
+    return None
+
+
+def _holds(self: Any, x: Tensor, conditions: tuple[tuple[str, Any], ...], widths: tuple[tuple[str, type], ...]) -> bool:
+    for name, value in conditions:
+        own = getattr(self, name, ABSENT)
+        if type(own) is not type(value) or own != value:
+            return False
+    for name, kind in widths:
+        own = getattr(self, name, None)
+        if own != x.shape[-1] if kind is int else tuple(own or ()) != (x.shape[-1],):
+            return False
+    return True
+
+
+# ---- the formulas; each returns (reason, result), one of which is None -----------------------------------------------
+
+Computed = tuple["str | None", Any]
+
+
+def _epsilon(eps: Any, default: str | None, dtype: torch.dtype) -> float | None:
+    if eps is None and default is not None:
+        return torch.finfo(torch.float32 if default == "float32" else dtype).eps
+    return eps if isinstance(eps, (float, int)) else None
+
+
+def _same_dtype(
+    x: Tensor, weight: Tensor | None, eps: Any, results: Any, default_eps: str | None, site: Site
+) -> Computed:
+    """Llama, and multiplied in float32: in one dtype the operator rounds once, where Llama rounds twice."""
+    if type(eps) is not float and (eps := _epsilon(eps, default_eps, x.dtype)) is None:
+        return "epsilon is not a number", None
+    if weight is None:
+        return "no weight", None
+    if x.dtype != weight.dtype:
+        return _two_dtypes(x, weight, eps, results, site)
+    reason = op.unsupported(x, weight)
+    if reason is not None:
+        return reason, None
+    site.hit()
+    return None, op.rms_norm(x, weight, eps)
+
+
+def _two_dtypes(x: Tensor, weight: Tensor, eps: float, results: Any, site: Site) -> Computed:
+    result = results.get((x.dtype, weight.dtype))
+    if result is None:
+        return "a pair of dtypes that was not recognised", None
+    reason = op.unsupported(x, None)
+    if reason is not None:
+        return reason, None
+    if result != x.dtype or weight.dtype != torch.float32:  # the operator knows neither; in float32 both are exact
+        x, weight = x.float(), weight.float()
+    reason = op.unsupported(x, weight)
+    if reason is not None:
+        return reason, None
+    site.hit()
+    return None, op.rms_norm(x, weight, eps).to(result)
+
+
+def _with_offset(
+    x: Tensor, weight: Tensor | None, eps: Any, results: Any, default_eps: str | None, site: Site
+) -> Computed:
+    """Gemma: 1 + weight, added in float32, where small weights survive; the gradient flows through the addition."""
+    if type(eps) is not float and (eps := _epsilon(eps, default_eps, x.dtype)) is None:
+        return "epsilon is not a number", None
+    if weight is None:
+        return "no weight", None
+    if x.dtype != weight.dtype and results.get((x.dtype, weight.dtype)) != x.dtype:
+        return "a pair of dtypes that was not recognised", None
+    reason = op.unsupported(x, None) or _fits(x, weight)
+    if reason is not None:
+        return reason, None
+    site.hit()
+    return None, op.rms_norm(x, 1.0 + weight.float(), eps)
+
+
+def _fits(x: Tensor, weight: Tensor) -> str | None:
+    """What `unsupported` says about a weight whose dtype is about to change."""
+    if weight.dtype == x.dtype or weight.dtype == torch.float32:
+        return op.unsupported(x, weight)
+    if weight.dim() != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device:
+        return "the weight's size is not the input's last size"
+    return None
+
+
+def _without_weight(
+    x: Tensor, weight: Tensor | None, eps: Any, results: Any, default_eps: str | None, site: Site
+) -> Computed:
+    if type(eps) is not float and (eps := _epsilon(eps, default_eps, x.dtype)) is None:
+        return "epsilon is not a number", None
+    reason = op.unsupported(x, None)
+    if reason is not None:
+        return reason, None
+    site.hit()
+    return None, op.rms_norm(x, None, eps)

@@ -1,0 +1,193 @@
+"""Rope functions of a modeling file, recognised by what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...discovery import NotRecognised, RotaryMeaning, recognise_rotary
+from ...discovery.rotary import HALF_WIDTH, TABLES, deinterleaved
+from ...ops import rope as op
+from ...registry import Target, Unrecognised
+from ...sites import Site
+from . import LIBRARY
+from .per_tensor import PerTensor
+
+_OP = "rope"
+_PREFIX = "apply_rotary"
+
+
+def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
+    """The rope functions that a module defines."""
+    for name, value in list(vars(module).items()):
+        if not name.startswith(_PREFIX) or getattr(value, "__module__", None) != module.__name__:
+            continue
+        try:
+            meaning = recognise_rotary(value)
+            factory = adapter(meaning)
+        except Exception as error:  # foreign code was run
+            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+            yield Unrecognised(_OP, LIBRARY, module.__name__, name, reason)
+            continue
+        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), rebind=(LIBRARY,))
+
+
+def adapter(meaning: RotaryMeaning) -> Callable[[Any, Site], Callable[..., Any]]:
+    """A factory for one function, by its parameters.
+
+    Raises:
+        NotRecognised: its parameters are arranged in a way that no call site here has.
+    """
+    arrangement = (meaning.tensors, meaning.parameters, meaning.unsqueeze, meaning.nones)
+    if arrangement not in _ARRANGEMENTS:
+        raise NotRecognised("takes its parameters in an order that is not known")
+    return _ARRANGEMENTS[arrangement](_Rotation(meaning))
+
+
+class _Rotation:
+    """One meaning, as the call: which table, which part of a head, which dtype."""
+
+    def __init__(self, meaning: RotaryMeaning) -> None:
+        self.mode = "interleave" if meaning.mode == "interleave" else "half"
+        self.deinterleave = meaning.mode == "deinterleave"
+        self.partial = meaning.partial
+        self.dims = meaning.dims
+        self.results = meaning.results
+        self.scale = 2 if meaning.table in HALF_WIDTH else 1
+        self.table = None if meaning.table == "given" else PerTensor(TABLES[meaning.table])
+
+    def unsupported(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | None:
+        """Why a call must run the original, or None."""
+        if dim not in self.dims:
+            return f"unsqueeze_dim {dim}"
+        if cos.dtype != sin.dtype or cos.shape != sin.shape or cos.device != sin.device:
+            return "cos and sin differ"
+        width = cos.shape[-1] * self.scale
+        for x in tensors:
+            if not isinstance(x, Tensor):
+                return "a tensor is missing"
+            if x.dtype != tensors[0].dtype:
+                return "query and key differ in type"
+            if x.dtype != cos.dtype and (x.dtype, cos.dtype) not in self.results:
+                return "a pair of dtypes that was not recognised"
+            if width != x.shape[-1] and not (self.partial and width < x.shape[-1]):
+                return "the tables' width is not the head size"
+        return None
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, site: Site
+    ) -> tuple[str | None, tuple[Tensor, ...]]:
+        """(reason, ()) or (None, rotated tensors)."""
+        reason = self.unsupported(tensors, cos, sin, dim)
+        if reason is not None:
+            return reason, ()
+        dtype = tensors[0].dtype
+        result = dtype if dtype == cos.dtype else self.results[dtype, cos.dtype]
+        if dtype != cos.dtype:
+            if tensors[0].device.type != "npu":
+                return "not on an NPU", ()
+            dtype = torch.promote_types(dtype, cos.dtype)  # what multiplying the two gives
+            cos, sin = _as(cos, dtype), _as(sin, dtype)
+        if self.table is not None:
+            cos, sin = self.table(cos), self.table(sin)
+        width = cos.shape[-1]
+        wide_cos, wide_sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        turned = tuple(x[..., :width].to(dtype) for x in tensors)
+        for x in turned:
+            reason = op.unsupported(x, wide_cos, wide_sin, self.mode)
+            if reason is not None:
+                return reason, ()
+        site.hit()
+        adjoint = op.adjoint_sine(sin, self.mode).unsqueeze(dim) if op.needs_adjoint(*turned) else None
+        outputs = []
+        for x, part in zip(tensors, turned, strict=True):
+            y = deinterleaved(part) if self.deinterleave else part
+            y = op.rotate(y, wide_cos, wide_sin, self.mode, adjoint).to(result)
+            outputs.append(y if width == x.shape[-1] else torch.cat((y, x[..., width:].to(result)), -1))
+        return None, tuple(outputs)
+
+
+_FLOAT32 = PerTensor(Tensor.float)
+
+
+def _as(table: Tensor, dtype: torch.dtype) -> Tensor:
+    return table if table.dtype == dtype else _FLOAT32(table) if dtype == torch.float32 else table.to(dtype)
+
+
+# ---- one call site per arrangement of parameters ---------------------------------------------------------------------
+
+
+def _pair_dim(rotation: _Rotation) -> Callable[[Any, Site], Callable[..., Any]]:
+    def factory(original: Any, site: Site) -> Callable[..., Any]:
+        def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+            reason, rotated = rotation((q, k), cos, sin, unsqueeze_dim, site)
+            if reason is None:
+                return rotated
+            site.fallback(reason)
+            return original(q, k, cos, sin, unsqueeze_dim)
+
+        return apply_rotary
+
+    return factory
+
+
+def _pair_positions_dim(rotation: _Rotation) -> Callable[[Any, Site], Callable[..., Any]]:
+    def factory(original: Any, site: Site) -> Callable[..., Any]:
+        def apply_rotary(
+            q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+        ) -> Any:
+            if position_ids is None:
+                reason, rotated = rotation((q, k), cos, sin, unsqueeze_dim, site)
+                if reason is None:
+                    return rotated
+            else:
+                reason = "position_ids"
+            site.fallback(reason)
+            return original(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+        return apply_rotary
+
+    return factory
+
+
+def _pair(rotation: _Rotation) -> Callable[[Any, Site], Callable[..., Any]]:
+    dim = rotation.dims[0]
+
+    def factory(original: Any, site: Site) -> Callable[..., Any]:
+        def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            reason, rotated = rotation((q, k), cos, sin, dim, site)
+            if reason is None:
+                return rotated
+            site.fallback(reason)
+            return original(q, k, cos, sin)
+
+        return apply_rotary
+
+    return factory
+
+
+def _single_dim(rotation: _Rotation) -> Callable[[Any, Site], Callable[..., Any]]:
+    def factory(original: Any, site: Site) -> Callable[..., Any]:
+        def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+            reason, rotated = rotation((x,), cos, sin, unsqueeze_dim, site)
+            if reason is None:
+                return rotated[0]
+            site.fallback(reason)
+            return original(x, cos, sin, unsqueeze_dim)
+
+        return apply_rotary
+
+    return factory
+
+
+# (rotated tensors, parameters, position of unsqueeze_dim, positions that must be None)
+_ARRANGEMENTS: dict[tuple[int, int, int | None, tuple[int, ...]], Callable[[_Rotation], Any]] = {
+    (2, 5, 4, ()): _pair_dim,
+    (2, 6, 5, (4,)): _pair_positions_dim,
+    (2, 4, None, ()): _pair,
+    (1, 4, 3, ()): _single_dim,
+}
