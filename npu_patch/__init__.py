@@ -195,6 +195,9 @@ def _about_to_import(root: str) -> None:
     """
     _activate()
     _patcher.prepare(root)
+    from . import process
+
+    process.library_imported()
 
 
 def _log_to_stderr(level: str) -> None:

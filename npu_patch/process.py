@@ -44,6 +44,14 @@ def start(patcher: Patcher, report: str | None) -> None:
     if _reporter is None:
         _reporter = Reporter(patcher, report)
         _reporter.watch()
+    if patcher.touched():
+        _reporter.patching()
+
+
+def library_imported() -> None:
+    """A model library is about to be imported: from now on there may be something to lose."""
+    if _reporter is not None:
+        _reporter.patching()
 
 
 class Reporter:
@@ -54,6 +62,7 @@ class Reporter:
         self.table = report == "1"
         self.folder = None if report is None or self.table else _folder(report)
         self.launched = report is not None and os.environ.get(LAUNCHER) == report
+        self._ready = False
         self._begin(forked=False)
 
     def _begin(self, forked: bool) -> None:
@@ -68,18 +77,24 @@ class Reporter:
         util.Finalize(None, self.finish, exitpriority=-100)
         os.register_at_fork(after_in_child=self._forked)
         util.register_after_fork(self, Reporter._multiprocessing_child)
-        if self.table or self.folder is not None:
-            self._catch_sigterm()
+
+    def patching(self) -> None:
+        """Be ready for a sudden end; processes that patch nothing get neither a signal handler nor a thread."""
+        if self._ready or not (self.table or self.folder):
+            return
+        self._ready = True
+        self._catch_sigterm()
         self._write_regularly()
 
     def _forked(self) -> None:
-        self.patcher.after_fork()
+        self.patcher.after_fork()  # whatever else: the child counts its own calls
         self._begin(forked=True)
 
     def _multiprocessing_child(self) -> None:
         # Such a child leaves through os._exit, after its finalizers; those of the parent were dropped at the fork.
         util.Finalize(None, self.finish, exitpriority=-100)
-        self._write_regularly()
+        if self._ready:
+            self._write_regularly()
 
     def _catch_sigterm(self) -> None:
         """Report before SIGTERM ends the process, where nobody else handles it.
@@ -164,7 +179,8 @@ class Reporter:
                 write_atomically(self.folder / _file_name(about), json.dumps(report, indent=1))
             except OSError as error:
                 folder, self.folder = self.folder, None
-                log.warning("npu_patch: no report from this process: cannot write to %s: %s", folder, error)
+                if not self.launched:  # where npu-patch run has ended before this process, nobody waits for the file
+                    log.warning("npu_patch: no report from this process: cannot write to %s: %s", folder, error)
 
 
 _reporter: Reporter | None = None
