@@ -166,7 +166,8 @@ class Trace(TorchDispatchMode):
             if address and (known is None or known.expired()):
                 self._alive[address] = StorageWeakRef(storage)
                 self._saved.append((address, storage.nbytes()))
-        return tensor
+        # Returned as it came, an operator's saved output would refer to itself through its node and never be freed.
+        return tensor.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

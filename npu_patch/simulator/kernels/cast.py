@@ -36,19 +36,21 @@ def _dtype(call: Call, dtype: int | torch.dtype) -> torch.dtype:
     return _CODES[dtype]
 
 
-@kernel("npu_dtype_cast", models=("input", "dtype"))
-def npu_dtype_cast(call: Call, input: Tensor, dtype: int | torch.dtype) -> Tensor:
+def _check_read_as(call: Call, argument: str, given: int | None, tensor: Tensor) -> None:
+    """These arguments read the input's bytes as another dtype; only the dtype that it has is simulated."""
+    if given is not None:
+        call.require(_CODES.get(given) is tensor.dtype, argument, f"reading {tensor.dtype} as dtype number {given}")
+
+
+@kernel("npu_dtype_cast", models=("input", "dtype", "input_dtype"))
+def npu_dtype_cast(call: Call, input: Tensor, dtype: int | torch.dtype, input_dtype: int | None) -> Tensor:
+    _check_read_as(call, "input_dtype", input_dtype, input)
     return input.to(_dtype(call, dtype))
 
 
 @kernel("_npu_dtype_cast", models=("input", "dtype"))
 def _npu_dtype_cast(call: Call, input: Tensor, dtype: int | torch.dtype) -> Tensor:
     return input.to(_dtype(call, dtype))
-
-
-@kernel("npu_dtype_cast_backward", models=("grad", "dtype"))
-def npu_dtype_cast_backward(call: Call, grad: Tensor, dtype: int | torch.dtype) -> Tensor:
-    return grad.to(_dtype(call, dtype))
 
 
 @kernel("_npu_dtype_cast_backward", models=("grad", "dtype"))

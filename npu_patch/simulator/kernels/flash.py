@@ -87,7 +87,7 @@ class Gradients:
 def backward(a: Attention, grad: Tensor, output: Tensor, maximum: Tensor, total: Tensor) -> Gradients:
     """The gradients, from what forward saved: wrong statistics or a wrong output give wrong gradients."""
     scores = a.scores()
-    probabilities = torch.exp(scores - maximum) / total
+    probabilities = (torch.exp(scores - maximum) / total).masked_fill(total == HIDDEN_ROW_SUM, 0.0)
     g = grad.float()
     value = _repeat(a.value, a.group)
     # What the softmax's derivative subtracts from every column of a row.

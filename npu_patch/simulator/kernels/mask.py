@@ -102,8 +102,9 @@ def _check_compressed(call: Call, mask: Tensor, mode: int) -> None:
         "atten_mask",
         f"sparse_mode {mode} needs the compressed mask of shape [{size}, {size}], got {list(mask.shape)}",
     )
+    same = torch.equal(mask.contiguous().view(torch.int64), _triangle())  # eight elements at a time
     call.require(
-        torch.equal(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, _triangle()),
+        same,
         "atten_mask",
         f"sparse_mode {mode} needs torch.triu(torch.ones({size}, {size}, dtype=torch.bool), diagonal=1), got another",
     )
@@ -126,4 +127,4 @@ def _check_band(call: Call, rule: Rule, mask: Tensor) -> None:
 
 @lru_cache(maxsize=1)
 def _triangle() -> Tensor:
-    return torch.triu(torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.uint8), diagonal=1)
+    return torch.triu(torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.uint8), diagonal=1).view(torch.int64)
