@@ -1,0 +1,225 @@
+"""torchtitan's inner attentions: `FlexAttention` and `ScaledDotProductAttention`, on (B, L, N, H) tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask
+
+from ...discovery.bracket import NotRecognised, quiet, same
+from ...ops import attention as op
+from ...ops.attention import Mask
+from ...registry import Target, Unrecognised
+from ...sites import Site
+from . import masks
+from .block_mask import Source, source_of
+from .typecheck import TYPE_CHECKING_REASON, type_checking
+
+_OP, _LIBRARY = "attention", "torchtitan"
+_BLNH = [
+    "q_BLNH",
+    "k_BLNH",
+    "v_BLNH",
+]  # torchtitan names its layouts in the parameters; other layouts are another generation
+
+
+def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
+    """Attention classes, mask builders and the activation-checkpoint save list, as far as the module has them."""
+    name = module.__name__
+    for cls in list(vars(module).values()):
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == name):
+            continue
+        forward = vars(cls).get("forward")
+        if not isinstance(forward, FunctionType):
+            continue
+        positional, keywords = _parameters(forward)
+        path = f"{cls.__name__}.forward"
+        if positional[1:] != _BLNH:
+            continue
+        if keywords == {"attention_masks", "score_mod", "scale", "enable_gqa", "out_transform"}:
+            yield Target(_OP, _LIBRARY, name, path, _flex_adapter, "flex attention under a block mask")
+        elif keywords == {"attention_masks", "scale", "enable_gqa", "is_causal"}:
+            try:
+                _check_plain(forward)
+            except NotRecognised as error:
+                yield Unrecognised(_OP, _LIBRARY, name, path, str(error))
+                continue
+            yield Target(_OP, _LIBRARY, name, path, _plain_adapter, "causal or full attention")
+    yield from masks.find(module)
+    if isinstance(vars(module).get("_get_default_save_ops"), FunctionType):
+        yield Target(
+            _OP, _LIBRARY, name, "_get_default_save_ops", _save_ops_adapter, "operators whose results are kept"
+        )
+
+
+def _parameters(function: FunctionType) -> tuple[list[str], set[str]]:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return positional, {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _check_plain(forward: FunctionType) -> None:
+    """Check that a forward computes causal and full attention with grouped queries.
+
+    Raises:
+        NotRecognised: it computes something else.
+    """
+    module = SimpleNamespace(sdpa_backends=[SDPBackend.MATH])
+    try:
+        with quiet():
+            generator = torch.Generator().manual_seed(11)
+            q, k, v = (torch.randn(2, 5, heads, 8, generator=generator) for heads in (4, 2, 2))
+            scores = torch.einsum("blnh,bmnh->bnlm", q, k.repeat_interleave(2, 2))
+            hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+            for causal in (True, False):
+                for scale in (None, 0.3):
+                    scaled = scores * (8**-0.5 if scale is None else scale)
+                    weights = (scaled.masked_fill(hidden, -torch.inf) if causal else scaled).softmax(-1)
+                    wanted = torch.einsum("bnlm,bmnh->blnh", weights, v.repeat_interleave(2, 2))
+                    result = forward(module, q, k, v, scale=scale, enable_gqa=True, is_causal=causal)
+                    if not same(result, wanted):
+                        raise NotRecognised("computes no known attention")
+    except NotRecognised:
+        raise
+    except Exception as error:
+        raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+
+
+# ---- call sites ------------------------------------------------------------------------------------------------------
+
+
+def _common_reason(query: Tensor, key: Tensor, enable_gqa: bool) -> str | None:
+    if query.dim() != 4 or key.dim() != 4:
+        return "query and key are not (B, L, N, H)"
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        return "fewer key heads than query heads without enable_gqa"
+    return TYPE_CHECKING_REASON if type_checking() else None
+
+
+def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
+    def forward(
+        self: Any,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: BlockMask,
+        score_mod: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        with_lse = out_transform is not None
+        reason = _common_reason(q_BLNH, k_BLNH, enable_gqa)
+        if reason is None and score_mod is not None:
+            reason = "a score_mod"
+        packed, mask = False, Mask.full()
+        if reason is None:
+            reason, mask = _choose(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, with_lse, site)
+            packed = mask.kind == "documents"
+        if reason is not None:
+            site.fallback(reason)
+            return original(
+                self,
+                q_BLNH,
+                k_BLNH,
+                v_BLNH,
+                attention_masks=attention_masks,
+                score_mod=score_mod,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                out_transform=out_transform,
+                **kwargs,
+            )
+        site.hit()
+        q, k, v = (t.flatten(0, 1) if packed else t for t in (q_BLNH, k_BLNH, v_BLNH))
+        layout = "TND" if packed else "BSND"
+        shape = (*q_BLNH.shape[:3], v_BLNH.shape[3])
+        if out_transform is None:
+            return op.attention(q, k, v, mask, layout=layout, scale=scale).view(shape)
+        out, lse = op.attention(q, k, v, mask, layout=layout, scale=scale, return_lse=True)
+        return out_transform(out.view(shape), lse.view(shape[:3]) if packed else lse.transpose(1, 2))
+
+    return forward
+
+
+def _choose(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float | None, with_lse: bool, site: Site
+) -> tuple[str | None, Mask]:
+    """Why the operator cannot take the call, or None; and the mask for it."""
+    if query.device.type != "npu":
+        return "not on an NPU", Mask.full()
+    if not isinstance(block_mask, BlockMask):
+        return "no block mask", Mask.full()
+    batch, q_len, heads = query.shape[:3]
+    source: Source | str = source_of(block_mask, batch, (q_len, key.shape[1]), query.device)
+    if isinstance(source, str):
+        return source, Mask.full()
+    reason: str | None = None
+    mask = source.compact
+    if mask is not None and mask.kind == "documents" and len(mask.q_ends) and mask.q_ends[-1] != batch * q_len:
+        mask = None  # one row of documents for all samples
+    if mask is not None:
+        packed = mask.kind == "documents"
+        q, k, v = (t.flatten(0, 1) if packed else t for t in (query, key, value))
+        layout = "TND" if packed else "BSND"
+        reason = op.unsupported(q, k, v, mask, layout=layout, scale=scale, return_lse=with_lse)
+        if reason is None or not packed or q_len > masks.limit_of(site.options):
+            return reason, mask
+    # Documents that the operator does not take packed are written out like a mask without a compact form.
+    early = op.unsupported(query, key, value, Mask.full(), layout="BSND", scale=scale, return_lse=with_lse)
+    if early is not None:
+        return early, Mask.full()
+    mask = source.dense(heads, masks.limit_of(site.options))
+    return op.unsupported(query, key, value, mask, layout="BSND", scale=scale, return_lse=with_lse), mask
+
+
+def _plain_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
+    def forward(
+        self: Any,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        mask = Mask.causal("upper_left") if is_causal else Mask.full()
+        reason = "attention masks" if attention_masks is not None else _common_reason(q_BLNH, k_BLNH, enable_gqa)
+        if reason is None:
+            reason = op.unsupported(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
+        if reason is not None:
+            site.fallback(reason)
+            return original(
+                self,
+                q_BLNH,
+                k_BLNH,
+                v_BLNH,
+                attention_masks=attention_masks,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                is_causal=is_causal,
+                **kwargs,
+            )
+        site.hit()
+        return op.attention(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
+
+    return forward
+
+
+def _save_ops_adapter(original: Any, site: Site) -> Callable[..., set[Any]]:
+    def save_ops() -> set[Any]:
+        # Recomputing attention in the backward costs as much as computing it; torchtitan keeps its own for that reason.
+        return set(original()) | set(op.SAVE_OPS())
+
+    return save_ops
