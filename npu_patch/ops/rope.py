@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ._guards import FLOATS, FUNCTORCH, NOT_ON_NPU, dtype_name, keep, subclass_reason, transforming
+from ._guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
 from .availability import is_ascend950
 
 MODES = ("half", "interleave")
@@ -134,8 +134,8 @@ def _exchanged(sin: Tensor, mode: str) -> Tensor:
     return sin.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).neg()
 
 
-# (id of the table, mode) -> (weak reference to the table, its version, the adjoint)
-_adjoints: dict[tuple[int, str], tuple[weakref.ref[Tensor], int, Tensor]] = {}
+# (id of the table, mode) -> (weak reference to the table, its state, the adjoint)
+_adjoints: dict[tuple[int, str], tuple[weakref.ref[Tensor], tuple[int, int], Tensor]] = {}
 
 
 def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
@@ -148,18 +148,18 @@ def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
         sin: (..., D).
         mode: "half" or "interleave".
     """
-    if is_compiling() or sin.is_inference():
+    if is_compiling() or type(sin) not in PLAIN_TYPES or sin.is_inference():
         return _exchanged(sin, mode)
     key = (id(sin), mode)
+    state = (sin._version, sin.data_ptr())  # assignment to .data does not count as a version
     entry = _adjoints.get(key)
-    version = sin._version
-    if entry is not None and entry[1] == version and entry[0]() is sin:
+    if entry is not None and entry[1] == state and entry[0]() is sin:
         return entry[2]
     with torch.inference_mode(False), torch.no_grad():
         adjoint = _exchanged(sin, mode)
-    if keep(adjoint) and type(sin) is Tensor:
+    if keep(adjoint):
         # The table's death removes the entry before its id can be given to another object; dict operations are atomic.
-        _adjoints[key] = (weakref.ref(sin, lambda _: _adjoints.pop(key, None)), version, adjoint)
+        _adjoints[key] = (weakref.ref(sin, lambda _: _adjoints.pop(key, None)), state, adjoint)
     return adjoint
 
 

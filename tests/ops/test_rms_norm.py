@@ -193,3 +193,13 @@ def test_non_reentrant_checkpointing_gives_the_same_gradients() -> None:
     plain = torch.autograd.grad(fused(x, weight).square().sum(), (x, weight))
     again = torch.autograd.grad(checkpoint(fused, x, weight, use_reentrant=False).square().sum(), (x, weight))
     torch.testing.assert_close(plain, again)
+
+
+def test_no_argument_is_changed() -> None:
+    x, weight = random(2, 64), random(64)
+    before = [t.detach().clone() for t in (x, weight)]
+    y = fused(x, weight)
+    head = torch.ones_like(y)
+    y.backward(head)
+    assert torch.equal(head, torch.ones_like(y))
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, weight), strict=True))

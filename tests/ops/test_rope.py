@@ -228,6 +228,21 @@ class TestAdjointSine:
         sin.mul_(2.0)
         torch.testing.assert_close(rope.adjoint_sine(sin, "half"), 2.0 * before)
 
+    def test_follows_an_assignment_to_data(self) -> None:
+        sin = random(5, 8, grad=False)
+        before = rope.adjoint_sine(sin, "half")
+        sin.data = sin * 3.0
+        torch.testing.assert_close(rope.adjoint_sine(sin, "half"), 3.0 * before)
+
+    def test_of_a_fake_table_is_not_remembered(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        rope._adjoints.clear()
+        with FakeTensorMode():
+            sin = torch.empty(5, 8, device="npu:0")
+            assert rope.adjoint_sine(sin, "half").shape == (5, 8)
+        assert not rope._adjoints
+
     def test_dies_with_the_table(self) -> None:
         rope._adjoints.clear()
         sin = random(5, 8, grad=False)
@@ -408,3 +423,13 @@ def test_a_decoding_step_equals_the_same_row_of_the_whole_sequence() -> None:
     step = fused(x[:, :, 5:], cos[None, None, 5:], sin[None, None, 5:])
     torch.testing.assert_close(step, whole[:, :, 5:])
     assert math.isfinite(whole.sum().item())
+
+
+def test_no_argument_is_changed() -> None:
+    x, (cos, sin) = random(2, 8, 6, 16), (u[None, None] for u in tables(6, 16))
+    before = [u.detach().clone() for u in (x, cos, sin)]
+    y = fused(x, cos, sin)
+    head = torch.ones_like(y)
+    y.backward(head)
+    assert torch.equal(head, torch.ones_like(y))
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, cos, sin), strict=True))
