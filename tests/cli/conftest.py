@@ -1,0 +1,1 @@
+from tests.packaging.environments import built, elsewhere, installed, libraries  # noqa: F401

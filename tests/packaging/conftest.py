@@ -1,0 +1,1 @@
+from .environments import built, elsewhere, installed, libraries  # noqa: F401
