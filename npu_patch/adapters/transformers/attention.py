@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...discovery import NotRecognised
 from ...discovery.sdpa import recognise_sdpa
@@ -194,20 +195,18 @@ def _attend(
         mask = op.Mask.causal("upper_left")
     else:
         mask = op.Mask.full()
-    # A cache holds (B, N, S, D); a model's projections are (B, S, N, D) in memory, and so is the result.
-    if key.is_contiguous():
-        reason = op.unsupported(query, key, value, mask, layout="BNSD", scale=scaling)
-        if reason is not None:
-            return reason, None
-        site.hit()
-        output = op.attention(query, key, value, mask, layout="BNSD", scale=scaling)
-        return None, output.transpose(1, 2).contiguous()
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    reason = op.unsupported(query, key, value, mask, layout="BSND", scale=scaling)
+    # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
+    layout = "BNSD" if query.is_contiguous() and key.is_contiguous() else "BSND"
+    if layout == "BSND":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    reason = op.unsupported(query, key, value, mask, layout=layout, scale=scaling)
     if reason is not None:
         return reason, None
+    if is_compiling():  # the shape functions promise the strides of the inputs, the operator's results are contiguous
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     site.hit()
-    return None, op.attention(query, key, value, mask, layout="BSND", scale=scaling).contiguous()
+    output = op.attention(query, key, value, mask, layout=layout, scale=scaling)
+    return None, output.contiguous() if layout == "BSND" else output.transpose(1, 2).contiguous()
 
 
 def _from_mask(attention_mask: Tensor) -> tuple[str | None, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_norm, says_rms
 from ...discovery.standin import ABSENT
@@ -133,6 +134,18 @@ def _holds(self: Any, x: Tensor, conditions: tuple[tuple[str, Any], ...], widths
 Computed = tuple["str | None", Any]
 
 
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The operator on x in memory order, so that the result has the strides that elementwise operators would give it.
+
+    The operator's own results are contiguous, while its shape function for torch.compile promises the strides of x.
+    """
+    if x.is_contiguous():
+        return op.rms_norm(x, weight, eps)
+    if x.dim() == 4 and (swapped := x.transpose(1, 2)).is_contiguous():  # heads before tokens, a view of tokens first
+        return op.rms_norm(swapped, weight, eps).transpose(1, 2)
+    return op.rms_norm(x.contiguous() if is_compiling() else x, weight, eps)
+
+
 def _epsilon(eps: Any, default: str | None, dtype: torch.dtype) -> float | None:
     if eps is None and default is not None:
         return torch.finfo(torch.float32 if default == "float32" else dtype).eps
@@ -153,7 +166,7 @@ def _same_dtype(
     if reason is not None:
         return reason, None
     site.hit()
-    return None, op.rms_norm(x, weight, eps)
+    return None, _norm(x, weight, eps)
 
 
 def _two_dtypes(x: Tensor, weight: Tensor, eps: float, results: Any, site: Site) -> Computed:
@@ -169,7 +182,7 @@ def _two_dtypes(x: Tensor, weight: Tensor, eps: float, results: Any, site: Site)
     if reason is not None:
         return reason, None
     site.hit()
-    return None, op.rms_norm(x, weight, eps).to(result)
+    return None, _norm(x, weight, eps).to(result)
 
 
 def _with_offset(
@@ -186,7 +199,7 @@ def _with_offset(
     if reason is not None:
         return reason, None
     site.hit()
-    return None, op.rms_norm(x, 1.0 + weight.float(), eps)
+    return None, _norm(x, 1.0 + weight.float(), eps)
 
 
 def _fits(x: Tensor, weight: Tensor) -> str | None:
@@ -207,4 +220,4 @@ def _without_weight(
     if reason is not None:
         return reason, None
     site.hit()
-    return None, op.rms_norm(x, None, eps)
+    return None, _norm(x, None, eps)
