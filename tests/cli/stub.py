@@ -47,5 +47,6 @@ def report(hits: int = 0, named: str = "", fallbacks: dict[str, int] | None = No
     patcher = StubPatcher(frozenset(named.split()))
     patcher.hits = hits
     patcher.fallbacks = fallbacks or {}
+    process._reporter = None  # the package's own, which has nothing to say
     process.start(patcher, folder)  # type: ignore[arg-type]
     return patcher
