@@ -82,6 +82,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """
     if weight is None:
         weight = _unit_weight(x)
+    if is_compiling():  # the operator's shape function promises the strides of x, its result is contiguous
+        x = x.contiguous()
     return torch.ops.npu.npu_rms_norm.default(x, weight, eps)[0]
 
 

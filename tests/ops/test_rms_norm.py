@@ -186,6 +186,15 @@ def test_fullgraph_compilation_keeps_the_operator() -> None:
     assert operators.count("npu.npu_rms_norm_backward.default") == 2
 
 
+def test_fullgraph_compilation_of_a_transposed_view_knows_the_results_strides() -> None:
+    x, weight = random(2, 5, 3, 8, grad=False).transpose(1, 2), random(8, grad=False)
+
+    def f(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fused(x, weight).transpose(1, 2).reshape(2, 5, 24)  # a view or a copy, as the strides say
+
+    torch.testing.assert_close(compiled(f)[0](x, weight), f(x, weight))
+
+
 def test_non_reentrant_checkpointing_gives_the_same_gradients() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -343,6 +343,15 @@ def test_what_the_operator_refuses_has_a_reason(reason: str) -> None:
         rope.rotate(x, cos, sin, mode)
 
 
+def test_interleave_with_a_table_for_each_head_has_a_reason() -> None:
+    x, table = t(1, 5, 3, 8), t(1, 5, 3, 8)
+    assert rope.unsupported(x, table, table, "half") is None
+    reason = "interleave needs tables shared by the batch and the heads"
+    assert rope.unsupported(x, table, table, "interleave") == reason
+    with pytest.raises(RuntimeError):
+        rope.rotate(x, table, table, "interleave")
+
+
 def test_learned_tables_beyond_the_backwards_limits_have_a_reason() -> None:
     def learned(*shape: int) -> Tensor:
         return random(*shape)
