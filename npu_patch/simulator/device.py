@@ -66,6 +66,7 @@ def load(devices: int | None = None, soc: str | None = None) -> None:
         _load_libraries(*wanted)
         os.environ[request.VARIABLE] = f"{wanted[0]}:{wanted[1]}"
         os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
+        wrapt.register_post_import_hook(_skip_cann_check, "torch_npu._init.registry.registry_manager")
         wrapt.register_post_import_hook(_register_kernels, "torch_npu")
         _loaded = wanted
 
@@ -90,6 +91,12 @@ def _load_libraries(devices: int, soc: str) -> None:
     chosen = limits.select(soc)
     if library().npu_patch_configure(devices, chosen.acl_name.encode()):
         raise SimulatorError(f"the simulated runtime refused {devices} devices of type {chosen.acl_name}")
+
+
+def _skip_cann_check(registry: Any) -> None:
+    """Every process would print to stdout that there is no CANN package, which is the point of a simulation."""
+    if hasattr(registry, "_cann_package_check"):
+        registry._cann_package_check = lambda: None
 
 
 def _register_kernels(_torch_npu: Any) -> None:

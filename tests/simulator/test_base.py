@@ -70,7 +70,7 @@ def test_torch_npu_checks_the_arguments_first() -> None:
 
 
 def test_an_operator_without_a_simulated_kernel_raises_and_names_it() -> None:
-    with pytest.raises(RuntimeError, match="simulator: operator aclnn\\w*GeGlu\\w* has no simulated kernel"):
+    with pytest.raises(RuntimeError, match=r"simulator: operator aclnn\w*GeGlu\w* has no simulated kernel"):
         torch.ops.npu.npu_geglu(values(2, 8).npu())
 
 
@@ -89,7 +89,7 @@ def test_a_refused_host_check_leaves_the_device_strict() -> None:
 
 
 def test_tensors_of_two_devices_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="gamma|device"):
+    with pytest.raises(RuntimeError, match=r"gamma|device"):
         torch.ops.npu.npu_rms_norm(values(2, 8).npu(0), torch.ones(8).npu(1))
 
 

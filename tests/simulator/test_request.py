@@ -45,5 +45,5 @@ def test_environment_gives_the_request_or_one_910b(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NPU_PATCH_SIMULATE", "3:Ascend950")
     assert from_environment() == (3, "Ascend950")
     monkeypatch.setenv("NPU_PATCH_SIMULATE", "none")
-    with pytest.raises(ValueError, match="NPU_PATCH_SIMULATE=none: .*expected N"):
+    with pytest.raises(ValueError, match=r"NPU_PATCH_SIMULATE=none: .*expected N"):
         from_environment()

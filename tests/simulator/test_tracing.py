@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
-import pytest
 import torch
 from torch import nn
 
@@ -220,7 +220,7 @@ def test_a_trace_changes_no_result() -> None:
 
 def test_the_mode_ends_with_the_block_also_after_an_error() -> None:
     a = values(4).npu()
-    with pytest.raises(ZeroDivisionError), trace() as t:
+    with contextlib.suppress(ZeroDivisionError), trace() as t:
         _ = a + 1
         raise ZeroDivisionError
     _ = a + 1
