@@ -1,0 +1,152 @@
+"""Whole models: the patched one is the same function, and it is the fused operators that compute it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import npu_patch
+import npu_patch.simulator
+
+from ...support.numerics import assert_same_training
+from . import tiny
+from .tiny import FAMILIES, NORMS, OPS, Counting
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS], ids=lambda ops: "+".join(ops))
+def test_float32_training_is_the_same(family, ops):
+    built, ids = tiny.model(family), tiny.tokens()
+    stock = tiny.step(built, ids)
+    with npu_patch.scope(*ops):
+        counting = Counting()
+        patched = tiny.step(built, ids)
+        expected = {"rms_norm": NORMS[family], "rope": 2, "attention": 2}
+        assert counting.hits() == {op: expected[op] if op in ops else 0 for op in OPS}
+        assert not counting.fallbacks()
+    assert_same_training(stock, patched)
+    again = tiny.step(built, ids)
+    assert again.loss == stock.loss
+
+
+def padded(side: str, length: int = 20) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    if side == "left":
+        mask[0, :5] = 0
+    else:
+        mask[1, -7:] = 0
+    return mask.to("npu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_train_the_same(family, side):
+    built, ids, mask = tiny.model(family), tiny.tokens(), padded(side)
+    labels = ids.masked_fill(mask == 0, -100)
+    stock = tiny.step(built, ids, attention_mask=mask, labels=labels)
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched = tiny.step(built, ids, attention_mask=mask, labels=labels)
+        assert counting.hits()["attention"] == 2
+        assert not counting.fallbacks()
+    assert_same_training(stock, patched)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_that_restart_at_different_places_in_each_row_train_the_same(family):
+    built, ids = tiny.model(family), tiny.tokens()
+    rows = [[8, 12], [5, 15]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).to("npu")
+    stock = tiny.step(built, ids, position_ids=positions)
+    plain = tiny.step(built, ids)
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched = tiny.step(built, ids, position_ids=positions)
+        assert counting.hits()["rope"] == 2
+        assert not counting.fallbacks()
+    assert_same_training(stock, patched)
+    assert abs(stock.loss - plain.loss) > 1e-4 * stock.loss  # the positions do matter
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("pad", ["unpadded", "left"])
+def test_greedy_decoding_gives_the_same_tokens(family, cache, pad):
+    built, ids = tiny.model(family).eval(), tiny.tokens(length=12)
+    mask = torch.ones_like(ids) if pad == "unpadded" else padded("left", 12)
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "eos_token_id": None,
+        "cache_implementation": None if cache == "dynamic" else "static",
+        "disable_compile": True,
+    }
+    stock = built.generate(ids, **settings)
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched = built.generate(ids, **settings)
+        assert counting.hits()["attention"] == 2 * 16
+        assert not counting.fallbacks()
+    assert stock.shape == (2, 28)
+    assert torch.equal(stock, patched)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_trains_the_same(reentrant):
+    built, ids = tiny.model("qwen3").train(), tiny.tokens()
+    enable = getattr(built, "activation_checkpointing_enable", built.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    stock = tiny.step(built, ids)
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched = tiny.step(built, ids)
+        assert counting.hits()["rope"] == 4
+        assert not counting.fallbacks()
+    assert_same_training(stock, patched)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_keeps_dtypes_and_loss(family):
+    built, ids = tiny.model(family), tiny.tokens()
+
+    def run():
+        with torch.autocast("npu", torch.bfloat16):
+            output = built(input_ids=ids, labels=ids, use_cache=False, output_hidden_states=True)
+        return output, [h.dtype for h in output.hidden_states] + [output.logits.dtype]
+
+    stock, stock_dtypes = run()
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched, dtypes = run()
+        patched.loss.backward()
+        assert counting.hits() == {"rms_norm": NORMS[family], "rope": 2, "attention": 2}
+        assert not counting.fallbacks()
+    assert dtypes == stock_dtypes
+    assert abs(patched.loss.item() - stock.loss.item()) < 2e-3 * stock.loss.item()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in built.parameters())
+
+
+def test_a_training_step_waits_for_the_device_no_more_often_than_the_original():
+    built, ids = tiny.model("gemma3", torch.bfloat16), tiny.tokens()
+
+    def syncs():
+        tiny.step(built, ids)  # what is made once
+        with npu_patch.simulator.trace() as trace:
+            built(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return trace.host_syncs
+
+    stock = syncs()
+    with npu_patch.scope(*OPS):
+        assert syncs() <= stock
+
+
+def test_two_models_of_one_process_differ_only_by_scope():
+    student, teacher, ids = tiny.model("llama"), tiny.model("llama"), tiny.tokens()
+    with torch.no_grad():
+        counting = Counting()
+        with npu_patch.scope("rms_norm"):
+            inside = student(ids).logits
+        outside = teacher(ids).logits
+    assert counting.hits()["rms_norm"] == NORMS["llama"]
+    assert torch.allclose(inside, outside, atol=1e-5)
