@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from ...ops.attention import Mask
+from .aside import aside
 from .mask_meaning import MaskMod, Meaning, describe, recognise, tells_heads_apart
 
 _BUILT = frozenset(BlockMask.__annotations__) - {"seq_lengths", "BLOCK_SIZE", "mask_mod"}
@@ -82,7 +83,7 @@ class Source:
             own_heads = heads if self.meaning is None and self._per_head(heads) else None
         known = self._dense.get(own_heads)
         if known is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with aside():
                 seen = create_mask(self.mod, self.batch, own_heads, *self.lengths, device=self.device)
                 if self.blocks is not None:
                     listed, full = self.blocks.pairs(self.lengths)
@@ -92,7 +93,8 @@ class Source:
 
     def _per_head(self, heads: int) -> bool:
         if self._tells_heads_apart is None:
-            self._tells_heads_apart = heads > 1 and tells_heads_apart(self.mod, self.lengths, heads, self.device)
+            with aside():
+                self._tells_heads_apart = heads > 1 and tells_heads_apart(self.mod, self.lengths, heads, self.device)
         return self._tells_heads_apart
 
 
@@ -159,7 +161,7 @@ class NpuBlockMask(BlockMask):
         source = self.source
         assert source is not None
         size = self.BLOCK_SIZE
-        with torch.inference_mode(False), torch.no_grad():
+        with aside():
             built = create_block_mask(
                 source.mod, source.batch, source.heads, *source.lengths, source.device, size, **source.options
             )
@@ -232,7 +234,8 @@ def source_of(mask: BlockMask, batch: int, lengths: tuple[int, int], device: tor
     known = _foreign.get(mask)
     if known is not None and known[0] == key:
         return known[1]
-    source = _foreign_source(mask, batch, lengths, device)
+    with aside():
+        source = _foreign_source(mask, batch, lengths, device)
     if isinstance(source, Source):
         _foreign[mask] = (key, source)
     return source

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops.attention import Mask
+from .aside import aside
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -90,7 +91,7 @@ def recognise(mod: MaskMod, batch: int, length: int, device: torch.device) -> Me
     them, and all pairs of a sample of tokens around the boundaries; all pairs there are where they are few.
     """
     try:
-        with torch.inference_mode(False):
+        with aside():
             return _recognise(_Look(mod, device), batch, length)
     except Exception:  # evaluated as a whole later, which raises the mod's own error
         return None

@@ -9,6 +9,7 @@ tensor; layers with equal tables share what is gathered from them, once per posi
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -22,7 +23,8 @@ from ...ops import rope as op
 from ...ops._guards import keep, subclass_reason
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from .positions import Facts, PerTensor, facts
+from .aside import PerTensor, aside
+from .positions import Facts, facts
 from .rope_meaning import FULL_WIDTH, NotRecognised, recognise_forward, recognise_rotation
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
@@ -62,19 +64,20 @@ class Tables:
     """Full-width cos and sin, (P, D) float32, of one or several rotary modules."""
 
     def __init__(self, cache: Tensor, mode: str) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with aside():
             self.cos, self.sin = FULL_WIDTH[mode](cache)
         self.mode = mode
 
     def equals(self, other: Tables) -> bool:
         """Whether the values are the same; waits for the device."""
-        return (
-            self.mode == other.mode
-            and self.cos.device == other.cos.device
-            and self.cos.shape == other.cos.shape
-            and torch.equal(self.cos, other.cos)
-            and torch.equal(self.sin, other.sin)
-        )
+        with aside():
+            return (
+                self.mode == other.mode
+                and self.cos.device == other.cos.device
+                and self.cos.shape == other.cos.shape
+                and torch.equal(self.cos, other.cos)
+                and torch.equal(self.sin, other.sin)
+            )
 
 
 class Rows:
@@ -88,7 +91,7 @@ class Rows:
     def adjoint(self) -> Tensor:
         """The sine of the backward rotation, made when first needed."""
         if self._adjoint is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with aside():
                 self._adjoint = self._make_adjoint()
         return self._adjoint
 
@@ -156,7 +159,7 @@ def _gathered(tables: Tables, positions: Tensor, known: Facts) -> Rows:
     index = (positions[0] if known.pattern == "shared" else positions.reshape(-1)).detach()
 
     def gather(table: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
+        with aside():
             return table.index_select(0, index).unsqueeze(0).unsqueeze(2)
 
     mode = tables.mode
@@ -169,11 +172,12 @@ _given: PerTensor[Rows] = PerTensor()
 def _given_rows(rope_cache: Tensor, mode: str) -> Rows:
     """The rows in a table that the caller has gathered, (1 or B, L, 1, width); made once per tensor."""
     tracing = is_compiling()
-    known = None if tracing or rope_cache.is_inference() else _given.get(rope_cache)
+    known = None if tracing else _given.get(rope_cache)
     if known is not None and known.mode == mode:
         return known
-    cos, sin = FULL_WIDTH[mode](rope_cache)
-    cos, sin = (table.reshape(1, -1, 1, table.shape[-1]) for table in (cos, sin))
+    with contextlib.nullcontext() if tracing else aside():
+        cos, sin = FULL_WIDTH[mode](rope_cache)
+        cos, sin = (table.reshape(1, -1, 1, table.shape[-1]) for table in (cos, sin))
     rows = Rows(cos, sin, mode, lambda: op.adjoint_sine(sin, mode))
     if not tracing and keep(cos):
         _given.put(rope_cache, rows)
