@@ -1,0 +1,103 @@
+"""Which modules are looked at, and what is found in them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from npu_patch.adapters.transformers import attention, modules, norms, rope
+from npu_patch.registry import Target, Unrecognised
+
+
+def modeling(family: str):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def meanings(finder, module):
+    return {target.path: getattr(target, "meaning", None) for target in finder(module)}
+
+
+def test_modules_are_listed_without_importing_torch_or_transformers():
+    code = (
+        "import os, sys; os.environ['NPU_PATCH_OPS'] = 'none'\n"
+        "from npu_patch.adapters.transformers import modules\n"
+        "names = modules()\n"
+        "assert 'transformers.models.llama.modeling_llama' in names\n"
+        "assert 'transformers.modeling_utils' in names\n"
+        "assert len(names) == len(set(names)) > 300\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_listed_module_exists():
+    for name in (modules()[0], modules()[1], modules()[-1]):
+        assert importlib.util.find_spec(name) is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "norm", "rotary"),
+    [
+        ("llama", {"LlamaRMSNorm.forward": "llama"}, {"apply_rotary_pos_emb": "half"}),
+        ("gemma3", {"Gemma3RMSNorm.forward": "gemma"}, {"apply_rotary_pos_emb": "half"}),
+        ("gpt_oss", {"GptOssRMSNorm.forward": "fp32"}, {"apply_rotary_pos_emb": "half, table twice"}),
+        ("glm4_moe", {"Glm4MoeRMSNorm.forward": "llama"}, {"apply_rotary_pos_emb": "half, partial"}),
+        ("cohere", {}, {"apply_rotary_pos_emb": "interleaved"}),
+        (
+            "deepseek_v3",
+            {"DeepseekV3RMSNorm.forward": "llama"},
+            {"apply_rotary_pos_emb_interleave": "interleaved in, half out, table first half twice"},
+        ),
+    ],
+)
+def test_targets_of_a_model_by_what_they_compute(family, norm, rotary):
+    module = modeling(family)
+    assert {path: m for path, m in meanings(norms.find, module).items() if m} == norm
+    found = meanings(rope.find, module)
+    assert rotary.items() <= found.items()
+
+
+def test_a_class_that_has_its_name_only_is_not_a_target():
+    found = {target.path: target for target in norms.find(modeling("qwen3_next"))}
+    gated = found["Qwen3NextRMSNormGated.forward"]
+    assert isinstance(gated, Unrecognised)
+    assert "gate" in gated.reason
+    assert found["Qwen3NextRMSNorm.forward"].meaning == "gemma"  # 1 + weight, whatever the name suggests
+
+
+def test_two_meanings_of_one_class():
+    (target,) = (t for t in norms.find(modeling("gemma4")) if t.path == "Gemma4RMSNorm.forward")
+    assert "fp32 if with_scale is True" in target.meaning
+    assert "none if with_scale is False" in target.meaning
+
+
+def test_a_rope_function_that_is_not_known_is_left_with_a_reason():
+    (target,) = rope.find(modeling("nanochat"))
+    assert isinstance(target, Unrecognised)
+    assert target.reason
+
+
+def test_the_attention_registry_is_found_where_it_is_defined_and_nowhere_else():
+    (target,) = attention.find(importlib.import_module("transformers.modeling_utils"))
+    assert isinstance(target, Target)
+    assert target.path == "ALL_ATTENTION_FUNCTIONS[sdpa]"
+    assert not list(attention.find(modeling("llama")))
+
+
+def test_an_entry_that_somebody_replaced_is_judged_by_what_it_computes():
+    from transformers.modeling_utils import AttentionInterface
+
+    stock = AttentionInterface._global_mapping["sdpa"]
+
+    def bidirectional(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
+        return stock(module, query, key, value, attention_mask, dropout, scaling, False)
+
+    AttentionInterface.register("sdpa", bidirectional)
+    try:
+        (found,) = attention.find(importlib.import_module("transformers.modeling_utils"))
+    finally:
+        AttentionInterface.register("sdpa", stock)
+    assert isinstance(found, Unrecognised)
