@@ -54,7 +54,7 @@ def formula(query, key, value, seen, scale, bias=None):
 
 
 def outcome(function, *args, **kwargs):
-    """The output on the CPU, or the type of the error: the simulated NPU refuses some of what the original asks of it."""
+    """The output on the CPU, or the type of the error: a simulated NPU refuses some of what the original asks for."""
     torch.manual_seed(0)
     try:
         return function(*args, **kwargs)[0].cpu()
