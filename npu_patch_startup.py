@@ -14,6 +14,8 @@ import importlib.util
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -34,7 +36,8 @@ class _Finder:
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         simulate = fullname in RUNTIME and _simulating()
-        if not (fullname in LIBRARIES or simulate) or getattr(self.local, "busy", False):
+        activate = fullname in LIBRARIES and ("npu_patch" in sys.modules or _asked())
+        if not (activate or simulate) or getattr(self.local, "busy", False):
             return None
         self.local.busy = True
         try:
@@ -53,7 +56,7 @@ _FINDER = _Finder()
 
 def start() -> None:
     """Wait for a model library, or for torch where an NPU is simulated, if the environment asks for it."""
-    if os.environ.get("NPU_PATCH_OPS", "").strip().lower() not in (*_OFF, "none", "false", "no") or _simulating():
+    if _asked() or _simulating():
         watch()
 
 
@@ -68,16 +71,31 @@ def loading_simulator() -> bool:
     return bool(getattr(_FINDER.local, "simulator", False))
 
 
+@contextmanager
+def for_simulator() -> Iterator[None]:
+    """Inside, importing the package activates nothing; afterwards a first `import npu_patch` of the user's still does.
+
+    Needed wherever the simulator imports parts of itself unasked, since that imports the package again.
+    """
+    known = "npu_patch" in sys.modules
+    before = loading_simulator()
+    _FINDER.local.simulator = before or not known
+    try:
+        yield
+    finally:
+        _FINDER.local.simulator = before
+        if not known:
+            sys.modules.pop("npu_patch", None)
+
+
+def _asked() -> bool:
+    return os.environ.get("NPU_PATCH_OPS", "").strip().lower() not in (*_OFF, "none", "false", "no")
+
+
 def _simulating() -> bool:
     return os.environ.get("NPU_PATCH_SIMULATE", "").strip().lower() not in _OFF
 
 
 def _load_simulator() -> None:
-    known = "npu_patch" in sys.modules
-    _FINDER.local.simulator = not known
-    try:
+    with for_simulator():
         importlib.import_module("npu_patch.simulator").load()
-    finally:
-        _FINDER.local.simulator = False
-        if not known:  # so that a later `import npu_patch` in the user's script activates
-            sys.modules.pop("npu_patch", None)

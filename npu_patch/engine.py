@@ -183,6 +183,7 @@ class Patcher:
             _forget_compiled()
 
     def _on_torch_npu(self) -> None:
+        registry.load("npu_patch.ops.availability:executed")("torch_npu")
         if self._unavailable is not None and not self._unavailable.final:
             self._unavailable = None
             self.sync()
@@ -212,7 +213,7 @@ class Patcher:
         """Whether an NPU can be used; asked once, with one warning where the answer is no."""
         if self._available:
             return True
-        if self._unavailable is None:
+        if self._unavailable is None or not self._unavailable.final:
             self._unavailable = self._ask()
             self._available = self._unavailable is None
             if self._unavailable is not None and self._unavailable.final:

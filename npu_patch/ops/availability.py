@@ -69,7 +69,17 @@ def _installed() -> bool:
         return False
 
 
+_executed: set[str] = set()
+
+
+def executed(name: str) -> None:
+    """A post-import hook of `name` runs: all of it is there, although the import system still calls it unfinished."""
+    _executed.add(name)
+
+
 def _importing(name: str) -> bool:
+    if name in _executed:
+        return False
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 

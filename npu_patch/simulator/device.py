@@ -10,6 +10,8 @@ from typing import Any
 
 import wrapt
 
+import npu_patch_startup
+
 from . import build, installed, limits, request
 from .errors import SimulatorError
 
@@ -100,7 +102,8 @@ def _skip_cann_check(registry: Any) -> None:
 
 
 def _register_kernels(_torch_npu: Any) -> None:
-    from . import aten, kernels
+    with npu_patch_startup.for_simulator():
+        from . import aten, kernels
 
-    aten.register()
-    kernels.register()
+        aten.register()
+        kernels.register()
