@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_storage_at = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
 
 
 def is_npu(value: Any) -> bool:
@@ -23,7 +22,8 @@ def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
         view = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     else:
         view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(_storage_at(storage.data_ptr(), _CPU, size), tensor.storage_offset(), tensor.size(), tensor.stride())
+        same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, size)  # type: ignore[attr-defined]
+        view.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_neg():
         view = torch._neg_view(view)
     return view.conj() if tensor.is_conj() else view

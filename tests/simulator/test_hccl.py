@@ -28,7 +28,17 @@ def no_segment_is_left() -> Iterator[None]:
     assert segments() <= before
 
 
-def test_collectives_ddp_dtensor_and_fsdp2_on_two_devices() -> None:
+@pytest.fixture
+def segment_of_a_dead_job() -> Iterator[Path]:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path = Path(f"/dev/shm/npu_patch_hccl.{ended.pid}.0.1")
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_collectives_ddp_dtensor_and_fsdp2_on_two_devices(segment_of_a_dead_job: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # The launcher itself needs no device; its workers load the simulated one.
     env = environment(NPU_PATCH_SIMULATE="2", TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1")
@@ -37,6 +47,7 @@ def test_collectives_ddp_dtensor_and_fsdp2_on_two_devices() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("is done") == 2
+    assert not segment_of_a_dead_job.exists()
 
 
 def two_ranks(action: str, **changes: str) -> list[subprocess.Popen[str]]:

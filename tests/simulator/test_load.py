@@ -101,6 +101,23 @@ def test_without_autoload_the_kernels_come_with_torch_npu(run_python: Run) -> No
     )
 
 
+def test_a_seed_set_before_the_first_tensor_counts(run_python: Run) -> None:
+    check(
+        run_python(
+            LOAD + "import torch\n"
+            "torch.manual_seed(3)\n"
+            "assert not torch.npu.is_initialized()\n"
+            "x = torch.rand(4, device='npu')\n"
+            "torch.manual_seed(3)\n"
+            "assert torch.equal(torch.rand(4, device='npu'), x)\n"
+        )
+    )
+
+
+def test_torch_npu_may_be_imported_before_torch(run_python: Run) -> None:
+    check(run_python(LOAD + "import torch_npu, torch\nassert (torch.ones(2).npu() + 1).tolist() == [2, 2]\n"))
+
+
 CHILD = """
 import multiprocessing, sys
 import torch

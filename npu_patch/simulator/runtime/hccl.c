@@ -12,7 +12,6 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,28 +20,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "hccl.h"
 #include "hccl_reduce.h"
 #include "simulator.h"
-
-typedef int result_t;
-typedef void *stream_t;
-enum { OK = 0, ERROR_PARAMETER = 1, ERROR_UNSUPPORTED = 5, ERROR_SYSTEM = 8, ERROR_TIMEOUT = 9 };
 
 #define PREFIX "/npu_patch_hccl."
 #define PAGE ((size_t)4096)
 #define SLOTS_BYTES ((size_t)8 << 20)   /* staging of all ranks together */
 #define MAILBOX_BYTES ((size_t)1 << 20) /* all mailboxes into one rank together */
-
-typedef struct { atomic_uint full; uint32_t unused; uint64_t length; char padding[48]; } mailbox_t;
-typedef struct { atomic_uint arrived, generation; char padding[56]; atomic_int pids[64]; } control_t;
-typedef struct {
-    uint32_t ranks, rank;
-    char name[128];
-    size_t size, slot_bytes, mailbox_bytes;
-    char *base, *slots, *mail;
-    control_t *control;
-    mailbox_t *mailboxes;
-} comm_t;
 
 /* ---- waiting ---- */
 static double now(void) {
@@ -55,11 +40,9 @@ static double timeout_seconds(void) {
     double seconds = value ? atof(value) : 0;
     return seconds > 0 ? seconds : 120;
 }
-typedef struct { unsigned turns; double start, checked; int dead; } wait_t;
-
 /* One turn of waiting. A dead peer is reported only on the check after the one that saw it, because what it did before it
  * died may be what we wait for. */
-static result_t wait_turn(wait_t *w, comm_t *c) {
+result_t hccl_wait_turn(wait_t *w, comm_t *c) {
     if (++w->turns < 200) {
         sched_yield();
         return OK;
@@ -84,7 +67,7 @@ static result_t wait_turn(wait_t *w, comm_t *c) {
     npu_patch_set_error("simulator: HCCL rank %u: a peer did not join within %g s", c->rank, timeout_seconds());
     return ERROR_TIMEOUT;
 }
-static result_t barrier(comm_t *c) {
+result_t hccl_barrier(comm_t *c) {
     unsigned generation = atomic_load(&c->control->generation);
     if (atomic_fetch_add(&c->control->arrived, 1) + 1 == c->ranks) {
         atomic_store(&c->control->arrived, 0);
@@ -93,12 +76,12 @@ static result_t barrier(comm_t *c) {
     }
     wait_t w = {0};
     while (atomic_load(&c->control->generation) == generation) {
-        result_t error = wait_turn(&w, c);
+        result_t error = hccl_wait_turn(&w, c);
         if (error) return error;
     }
     return OK;
 }
-#define MEET(c) do { result_t error_ = barrier(c); if (error_) return error_; } while (0)
+#define MEET(c) do { result_t error_ = hccl_barrier(c); if (error_) return error_; } while (0)
 
 /* ---- communicators ---- */
 typedef struct { char bytes[4108]; } root_info_t;
@@ -155,13 +138,13 @@ static result_t map_segment(comm_t *c) {
 }
 result_t HcclCommInitRootInfoConfig(uint32_t ranks, const root_info_t *root, uint32_t rank, void *config, comm_t **comm) {
     (void)config;
-    if (ranks < 1 || ranks > 64 || rank >= ranks) return ERROR_PARAMETER;
+    if (ranks < 1 || ranks > MAX_RANKS || rank >= ranks) return ERROR_PARAMETER;
     comm_t *c = calloc(1, sizeof *c);
     c->ranks = ranks;
     c->rank = rank;
     snprintf(c->name, sizeof c->name, "%.127s", root->bytes);
     result_t error = map_segment(c);
-    if (!error) error = barrier(c);
+    if (!error) error = hccl_barrier(c);
     if (rank == 0 || error) shm_unlink(c->name);
     if (error) return error;
     *comm = c;
@@ -184,11 +167,10 @@ result_t HcclGetRankId(comm_t *c, uint32_t *rank) { *rank = c->rank; return OK; 
 const char *HcclGetErrorString(result_t error) { return error ? "simulated HCCL error" : "no error"; }
 uint32_t HcclGetCommConfigCapability(void) { return 1; }
 result_t HcclSetConfig(int key, int value) { (void)key; (void)value; return OK; }
-result_t HcclBarrier(comm_t *c, stream_t s) { (void)s; return barrier(c); }
+result_t HcclBarrier(comm_t *c, stream_t s) { (void)s; return hccl_barrier(c); }
 
 /* ---- collectives: every rank stages a piece in its slot, all meet, every rank reads what it needs, all meet again ---- */
 #define SLOT(c, r) ((c)->slots + (size_t)(r) * (c)->slot_bytes)
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 result_t HcclAllReduce(const void *in, void *out, uint64_t count, int type, int op, comm_t *c, stream_t s) {
     (void)s;
@@ -205,7 +187,7 @@ result_t HcclAllReduce(const void *in, void *out, uint64_t count, int type, int 
             if (hccl_reduce(to, SLOT(c, r), n, type, op)) return ERROR_UNSUPPORTED;
         MEET(c);
     }
-    return count ? OK : barrier(c);
+    return count ? OK : hccl_barrier(c);
 }
 result_t HcclReduce(const void *in, void *out, uint64_t count, int type, int op, uint32_t root, comm_t *c, stream_t s) {
     if (c->rank == root) return HcclAllReduce(in, out, count, type, op, c, s);
@@ -255,142 +237,4 @@ result_t HcclReduceScatter(const void *in, void *out, uint64_t count, int type, 
         MEET(c);
     }
     return OK;
-}
-
-/* ---- point to point: each ordered pair of ranks has a mailbox; a list of sends and receives is driven forward together ---- */
-typedef struct { int sending; char *data; size_t left; uint32_t peer; int done; } transfer_t;
-
-static int is_first(const transfer_t *list, int index) { /* transfers of one pair in one direction stay in order */
-    for (int i = 0; i < index; i++)
-        if (!list[i].done && list[i].sending == list[index].sending && list[i].peer == list[index].peer) return 0;
-    return 1;
-}
-static result_t move_once(comm_t *c, transfer_t *t, int *moved) {
-    uint32_t from = t->sending ? c->rank : t->peer, to = t->sending ? t->peer : c->rank;
-    mailbox_t *box = &c->mailboxes[from * c->ranks + to];
-    char *mail = c->mail + ((size_t)from * c->ranks + to) * c->mailbox_bytes;
-    if ((atomic_load(&box->full) != 0) == t->sending) return OK;
-    size_t n = t->sending ? smaller(t->left, c->mailbox_bytes) : box->length;
-    if (n > t->left) {
-        npu_patch_set_error("simulator: HCCL rank %u received %zu bytes from rank %u, expected %zu", c->rank, n, t->peer, t->left);
-        return ERROR_PARAMETER;
-    }
-    if (t->sending) {
-        memcpy(mail, t->data, n);
-        box->length = n;
-    } else {
-        memcpy(t->data, mail, n);
-    }
-    atomic_store(&box->full, (unsigned)t->sending);
-    t->data += n;
-    t->left -= n;
-    *moved = 1;
-    return OK;
-}
-static result_t drive(comm_t *c, transfer_t *list, int count) {
-    int open = 0;
-    for (int i = 0; i < count; i++) {
-        if (list[i].peer >= c->ranks) return ERROR_PARAMETER;
-        list[i].done = list[i].left == 0;
-        open += !list[i].done;
-    }
-    wait_t w = {0};
-    while (open) {
-        int moved = 0;
-        for (int i = 0; i < count; i++) {
-            if (list[i].done || !is_first(list, i)) continue;
-            result_t error = move_once(c, &list[i], &moved);
-            if (error) return error;
-            if (!list[i].left) {
-                list[i].done = 1;
-                open--;
-            }
-        }
-        if (moved) {
-            memset(&w, 0, sizeof w);
-            continue;
-        }
-        result_t error = open ? wait_turn(&w, c) : OK;
-        if (error) return error;
-    }
-    return OK;
-}
-result_t HcclSend(void *data, uint64_t count, int type, uint32_t to, comm_t *c, stream_t s) {
-    (void)s;
-    transfer_t t = {1, data, count * hccl_type_size(type), to, 0};
-    return drive(c, &t, 1);
-}
-result_t HcclRecv(void *data, uint64_t count, int type, uint32_t from, comm_t *c, stream_t s) {
-    (void)s;
-    transfer_t t = {0, data, count * hccl_type_size(type), from, 0};
-    return drive(c, &t, 1);
-}
-typedef struct { int type; void *data; uint64_t count; int data_type; uint32_t peer; } send_receive_t;
-result_t HcclBatchSendRecv(send_receive_t *items, uint32_t count, comm_t *c, stream_t s) {
-    (void)s;
-    transfer_t *list = calloc(count, sizeof *list);
-    for (uint32_t i = 0; i < count; i++)
-        list[i] = (transfer_t){items[i].type == 0, items[i].data, items[i].count * hccl_type_size(items[i].data_type), items[i].peer, 0};
-    result_t error = drive(c, list, (int)count);
-    free(list);
-    return error;
-}
-
-/* counts and offsets are in elements of `width` bytes */
-static result_t exchange(comm_t *c, const char *in, const uint64_t *send_count, const uint64_t *send_at, size_t in_width, char *out,
-                         const uint64_t *recv_count, const uint64_t *recv_at, size_t out_width) {
-    transfer_t *list = calloc(2 * c->ranks, sizeof *list);
-    int n = 0;
-    for (uint32_t r = 0; r < c->ranks; r++) {
-        const char *from = in + send_at[r] * in_width;
-        char *to = out + recv_at[r] * out_width;
-        if (r == c->rank) {
-            memmove(to, from, recv_count[r] * out_width);
-            continue;
-        }
-        list[n++] = (transfer_t){1, (char *)from, send_count[r] * in_width, r, 0};
-        list[n++] = (transfer_t){0, to, recv_count[r] * out_width, r, 0};
-    }
-    result_t error = drive(c, list, n);
-    free(list);
-    return error ? error : barrier(c);
-}
-result_t HcclAlltoAllV(const void *in, const void *send_count, const void *send_at, int in_type, void *out, const void *recv_count,
-                       const void *recv_at, int out_type, comm_t *c, stream_t s) {
-    (void)s;
-    return exchange(c, in, send_count, send_at, hccl_type_size(in_type), out, recv_count, recv_at, hccl_type_size(out_type));
-}
-result_t HcclAlltoAll(const void *in, uint64_t send_count, int in_type, void *out, uint64_t recv_count, int out_type, comm_t *c,
-                      stream_t s) {
-    (void)s;
-    uint64_t sc[64], sa[64], rc[64], ra[64];
-    for (uint32_t r = 0; r < c->ranks; r++) {
-        sc[r] = send_count;
-        sa[r] = send_count * r;
-        rc[r] = recv_count;
-        ra[r] = recv_count * r;
-    }
-    return exchange(c, in, sc, sa, hccl_type_size(in_type), out, rc, ra, hccl_type_size(out_type));
-}
-result_t HcclScatter(void *in, void *out, uint64_t count, int type, uint32_t root, comm_t *c, stream_t s) {
-    (void)s;
-    uint64_t sc[64], sa[64], rc[64], ra[64];
-    int sending = c->rank == root;
-    for (uint32_t r = 0; r < c->ranks; r++) {
-        sc[r] = sending ? count : 0;
-        sa[r] = sending ? count * r : 0;
-        rc[r] = r == root ? count : 0;
-        ra[r] = 0;
-    }
-    return exchange(c, in, sc, sa, hccl_type_size(type), out, rc, ra, hccl_type_size(type));
-}
-result_t HcclAllGatherV(void *in, uint64_t count, void *out, const void *recv_count, const void *recv_at, int type, comm_t *c,
-                        stream_t s) {
-    (void)s;
-    uint64_t sc[64], sa[64];
-    for (uint32_t r = 0; r < c->ranks; r++) {
-        sc[r] = count;
-        sa[r] = 0;
-    }
-    return exchange(c, in, sc, sa, hccl_type_size(type), out, recv_count, recv_at, hccl_type_size(type));
 }

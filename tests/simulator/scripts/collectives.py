@@ -126,6 +126,13 @@ def wrappers() -> None:
     sharded = distribute_tensor(w, mesh, [Shard(0)])
     product = (sharded @ sharded.redistribute(placements=[Replicate()])).full_tensor()
     assert torch.allclose(product, w @ w, atol=1e-5), "DTensor"
+    with npu_patch.simulator.trace() as t:
+        leaf = sharded.detach().requires_grad_()
+        (leaf * 2).exp().to_local().sum().backward()
+    local = 8 * 8 * 4 // WORLD
+    assert t.launches_by_op["exp"] == 1, t.launches_by_op
+    assert t.ops["exp"].bytes_read == t.ops["exp"].bytes_written == local, "a DTensor counts its local tensor"
+    assert t.saved_bytes == local, "the saved result of exp"
 
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(DEVICE)
