@@ -14,12 +14,11 @@ import json
 import sys
 from collections.abc import Sequence
 
+import tests.conftest  # noqa: F401  # brings the device up, before torch is imported
+
+# isort: split
 import npu_patch
 from npu_patch.simulator import trace
-
-if __name__ == "__main__":  # before torch is imported
-    import tests.conftest
-
 from tests.benchmarks import models
 
 OPS = ("rms_norm", "rope", "attention")

@@ -100,7 +100,7 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
     tokens, labels = (
         torch.randint(0, config.vocab_size, (BATCH, length), generator=generator).to("npu") for _ in range(2)
     )
-    positions = torch.arange(length).expand(BATCH, length).contiguous().to("npu")
+    positions = torch.arange(length).expand(BATCH, length).contiguous()
     valid = torch.tensor(float(BATCH * length)).to("npu")
     loss_function = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size).build()
     dense = torch.ones(length, length, dtype=torch.bool).tril().view(1, 1, length, length).to("npu")
@@ -123,8 +123,9 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
             attention.FlexAttention.forward, standing_in = original, False
 
     def step() -> torch.Tensor:
-        masks = dense if standing_in else model.get_attention_masks(positions)
-        logits = model(tokens, positions=positions, attention_masks=masks)
+        here = positions.to("npu")  # as a data loader does it: a new tensor in every step
+        masks = dense if standing_in else model.get_attention_masks(here)
+        logits = model(tokens, positions=here, attention_masks=masks)
         loss, _ = loss_function(logits, labels, valid)
         loss.backward()
         return loss
