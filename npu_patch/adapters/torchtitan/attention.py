@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -164,8 +165,11 @@ def _choose(
         return source, Mask.full()
     reason: str | None = None
     mask = source.compact
-    if mask is not None and mask.kind == "documents" and len(mask.q_ends) and mask.q_ends[-1] != batch * q_len:
-        mask = None  # one row of documents for all samples
+    if mask is not None and mask.kind == "documents":
+        if is_compiling():
+            mask = source.traced() or mask
+        elif mask.q_ends[-1] != batch * q_len:
+            mask = None  # one row of documents for all samples
     if mask is not None:
         packed = mask.kind == "documents"
         q, k, v = (t.flatten(0, 1) if packed else t for t in (query, key, value))
@@ -178,6 +182,8 @@ def _choose(
     if early is not None:
         return early, Mask.full()
     mask = source.dense(heads, masks.limit_of(site.options))
+    if mask is None:
+        return "a mask that torch.compile would have to write out", Mask.full()
     return op.unsupported(query, key, value, mask, layout="BSND", scale=scale, return_lse=with_lse), mask
 
 

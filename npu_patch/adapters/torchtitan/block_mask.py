@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from ...ops.attention import Mask
@@ -46,14 +47,24 @@ class Source:
     blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
-        self._compact = self.meaning.compact() if self.meaning is not None else None
+        self.compact = self.meaning.compact() if self.meaning is not None else None
+        self.bounds: tuple[Tensor, Tensor] | None = None
         self._dense: dict[int | None, Mask] = {}
-        self._tells_heads_apart: bool | None = None
+        self._per_head: bool | None = None if self.meaning is None else False
 
-    @property
-    def compact(self) -> Mask | None:
-        """The mask in compact form; None where it has none."""
-        return self._compact
+    def prepare(self, limit: int) -> None:
+        """Make now what would otherwise be made at the first attention, which torch.compile could not do.
+
+        Raises:
+            DenseMaskError: the mask has no compact form and is longer than the limit.
+        """
+        if self.meaning is None:
+            self.check_length(limit)
+            if not self.per_head():
+                self.dense(1, limit)
+        elif _Tracing.seen and self.compact is not None and self.compact.kind == "documents":
+            lower, upper = (bound.int().to(self.device) for bound in (self.meaning.lower, self.meaning.upper))
+            self.bounds = (lower, upper)
 
     def check_length(self, limit: int) -> None:
         """
@@ -67,8 +78,8 @@ class Source:
                 f'or npu_patch.configure("attention", dense_mask_limit=...), or switch the op attention off'
             )
 
-    def dense(self, heads: int, limit: int) -> Mask:
-        """The mask written out, once.
+    def dense(self, heads: int, limit: int) -> Mask | None:
+        """The mask written out, once; None where torch.compile traces and it was not written out before.
 
         Args:
             heads: number of query heads, for a mask_mod that tells heads apart although the mask has one head.
@@ -80,22 +91,51 @@ class Source:
         self.check_length(limit)
         own_heads = self.heads
         if own_heads in (None, 1):
-            own_heads = heads if self.meaning is None and self._per_head(heads) else None
+            own_heads = heads if self.per_head() else None
         known = self._dense.get(own_heads)
-        if known is None:
+        if known is None and not is_compiling():
             with aside():
                 seen = create_mask(self.mod, self.batch, own_heads, *self.lengths, device=self.device)
                 if self.blocks is not None:
                     listed, full = self.blocks.pairs(self.lengths)
                     seen = (seen & listed) | full
-                known = self._dense[own_heads] = Mask.dense(~seen, may_hide_rows=True)
+                # What has a meaning lets every query see itself.
+                known = self._dense[own_heads] = Mask.dense(~seen, may_hide_rows=self.meaning is None)
         return known
 
-    def _per_head(self, heads: int) -> bool:
-        if self._tells_heads_apart is None:
+    def per_head(self) -> bool:
+        """Whether the mod tells heads apart; flex attention evaluates it per head even for a mask of one head."""
+        if self._per_head is None:
             with aside():
-                self._tells_heads_apart = heads > 1 and tells_heads_apart(self.mod, self.lengths, heads, self.device)
-        return self._tells_heads_apart
+                self._per_head = tells_heads_apart(self.mod, self.lengths, self.device)
+        return self._per_head
+
+    def traced(self) -> Mask | None:
+        """Documents as tensor operators for a graph; None before the first mask that was made for graphs.
+
+        Their ends as Python numbers would make torch.compile start anew at every step.
+        """
+        _note_tracing()
+        if self.bounds is None:
+            return None
+        lower, upper = (bound.unsqueeze(1).unsqueeze(3) for bound in self.bounds)
+        keys = torch.arange(self.lengths[1], device=lower.device, dtype=lower.dtype)
+        return Mask.dense((keys < lower) | (keys > upper), may_hide_rows=False)
+
+
+class _Tracing:
+    """Whether torch.compile has ever traced an attention over documents."""
+
+    seen = False
+
+
+def _note_tracing() -> None:
+    _Tracing.seen = True
+
+
+# What torch.compiler.assume_constant_result sets, without importing torch._dynamo: torch.compile runs the function
+# once, while it traces.
+_note_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Blocks(NamedTuple):
@@ -226,6 +266,8 @@ def source_of(mask: BlockMask, batch: int, lengths: tuple[int, int], device: tor
         if source.lengths != lengths or (source.batch or 1) not in (1, batch):
             return "the block mask is for another shape"
         return source
+    if is_compiling():
+        return "a block mask of unknown meaning under torch.compile"
     if tuple(mask.seq_lengths) != lengths:
         return "the block mask is for another shape"
     if mask.kv_num_blocks.shape[0] not in (1, batch):

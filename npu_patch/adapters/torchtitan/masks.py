@@ -98,8 +98,7 @@ def _build(args: Any, kwargs: Any, options: Any) -> NpuBlockMask | None:
     if q_len == kv_len and heads in (None, 1):
         meaning = recognise(mod, batch or 1, q_len, device)
     source = Source(mod, batch, heads, (q_len, kv_len), device, given, meaning)
-    if meaning is None:
-        source.check_length(limit_of(options))
+    source.prepare(limit_of(options))
     return NpuBlockMask.of(source, size)
 
 
