@@ -85,13 +85,14 @@ def build() -> Path:
     """
     installation = find_torch_npu()
     folder = folder_for(installation)
-    _secure_folder(folder.parent)
     if not (folder / MARKER).is_file():
+        _make_folder(folder.parent)
         compiler = find_compiler()
         with _lock(folder.parent / "lock"):
             if not (folder / MARKER).is_file():
                 _build_into(folder, compiler, installation)
-    _check_owner(folder)
+    for checked in (folder, folder.parent, folder.parent.parent):
+        _check_owner(checked)
     return folder
 
 
@@ -104,15 +105,18 @@ def libraries(folder: Path) -> list[Path]:
 # ---- the cache folder
 
 
-def _secure_folder(folder: Path) -> None:
-    """Makes ``folder`` with mode 0700 where it is missing; refuses one that somebody else could write to."""
+def _make_folder(folder: Path) -> None:
+    """Makes ``folder`` and its parent with mode 0700 where they are missing; refuses what others could write to."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):
+            made.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise SimulatorError(
             f"cannot make the cache folder {folder} ({error.strerror}): set NPU_PATCH_CACHE to a writable folder"
         ) from error
-    _check_owner(folder)
+    for checked in (folder, folder.parent):
+        _check_owner(checked)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SimulatorError(f"the cache folder {folder} is not writable: set NPU_PATCH_CACHE to a writable folder")
 
@@ -120,7 +124,7 @@ def _secure_folder(folder: Path) -> None:
 def _check_owner(folder: Path) -> None:
     """Libraries in this folder are loaded into the process, so nobody else may be able to put them there."""
     status = folder.stat()
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in (os.geteuid(), 0):
         raise SimulatorError(
             f"the cache folder {folder} belongs to another user (uid {status.st_uid}): set NPU_PATCH_CACHE to your own"
         )

@@ -49,7 +49,8 @@ def load(devices: int | None = None, soc: str | None = None) -> None:
     tensor, so forked children can use it. A second call does nothing.
 
     Sets ``NPU_PATCH_SIMULATE`` to the request, so that child processes in which npu_patch is active are simulated as
-    well, and ``TASK_QUEUE_ENABLE=0`` where it is unset, so that errors come at the call.
+    well, and ``TASK_QUEUE_ENABLE=0`` where it is unset, so that errors come at the call. ``NPU_PATCH_SIM_LOG=1`` logs
+    what reaches the simulated runtime to stderr.
 
     Raises ``SimulatorError`` as :func:`check` does, and where torch was imported before without the simulated device;
     ``ValueError`` for a bad request.
