@@ -72,14 +72,14 @@ def with_defaults(arguments: list[str], folder: Path) -> list[str]:
         "--dataloader.dataset_path": [str(folder / "text")],
         "--dump_folder": [str(folder / "outputs")],
     }
-    result = list(arguments)
+    added = []
     for flag, values in {**DEFAULTS, **made}.items():
         if flag.replace("-", "_") not in given:
-            result += [flag, *values]
+            added += [flag, *values]
     for prefix, switch in SWITCHES.items():
         if not any(flag.startswith(prefix.replace("-", "_")) for flag in given):
-            result.append(switch)
-    return result
+            added.append(switch)
+    return added + arguments  # in this order: no flag may follow a subcommand such as activation_checkpoint:none
 
 
 def alone() -> None:
