@@ -20,8 +20,8 @@ def recognise_sdpa(function: object) -> None:
         NotRecognised: a case differs.
     """
     original = plain(function)
-    generator = torch.Generator().manual_seed(5)
     with quiet(), no_random_draws():
+        generator = torch.Generator().manual_seed(5)
         for heads, kv_heads, q_len, kv_len, causal, masked in (
             (2, 2, 5, 5, None, False),
             (4, 2, 5, 5, True, False),

@@ -198,3 +198,10 @@ def assert_no_worse(
         stock_rms = theirs_pool[name].rms
         limit = factor * stock_rms if stock_rms > 0 else pool.half_ulp
         assert pool.rms <= limit, f"{name}: rms error {pool.rms:.3e}, the original's {stock_rms:.3e}"
+
+
+def pooled_gradient_error(run: Run, exact: Run) -> float:
+    """norm(all gradients - exact) / norm(exact), over all parameters together."""
+    assert run.gradients.keys() == exact.gradients.keys()
+    off = sum((run.gradients[name] - g).square().sum().item() for name, g in exact.gradients.items())
+    return math.sqrt(off / sum(g.square().sum().item() for g in exact.gradients.values()))

@@ -60,21 +60,19 @@ class _Rotation:
         self.scale = 2 if meaning.table in HALF_WIDTH else 1
         self.table = None if meaning.table == "given" else PerTensor(TABLES[meaning.table])
 
-    def unsupported(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | None:
-        """Why a call must run the original, or None."""
+    def mismatch(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | None:
+        """What `unsupported` of the operator cannot know: how tensors and tables fit together."""
         if dim not in self.dims:
             return f"unsqueeze_dim {dim}"
-        if cos.dtype != sin.dtype or cos.shape != sin.shape or cos.device != sin.device:
+        if cos.dtype is not sin.dtype or cos.shape != sin.shape:
             return "cos and sin differ"
-        width = cos.shape[-1] * self.scale
         for x in tensors:
             if not isinstance(x, Tensor):
                 return "a tensor is missing"
-            if x.dtype != tensors[0].dtype:
+            if x.dtype is not tensors[0].dtype:
                 return "query and key differ in type"
-            if x.dtype != cos.dtype and (x.dtype, cos.dtype) not in self.results:
-                return "a pair of dtypes that was not recognised"
-            if width != x.shape[-1] and not (self.partial and width < x.shape[-1]):
+            head = x.shape[-1]
+            if (width := cos.shape[-1] * self.scale) != head and not (self.partial and width < head):
                 return "the tables' width is not the head size"
         return None
 
@@ -82,33 +80,55 @@ class _Rotation:
         self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, site: Site
     ) -> tuple[str | None, tuple[Tensor, ...]]:
         """(reason, ()) or (None, rotated tensors)."""
-        reason = self.unsupported(tensors, cos, sin, dim)
+        reason = self.mismatch(tensors, cos, sin, dim)
         if reason is not None:
             return reason, ()
-        dtype = tensors[0].dtype
-        result = dtype if dtype == cos.dtype else self.results[dtype, cos.dtype]
-        if dtype != cos.dtype:
+        result: torch.dtype | None = None
+        parts = tensors
+        if tensors[0].dtype is not cos.dtype:
+            result = self.results.get((tensors[0].dtype, cos.dtype))
+            if result is None:
+                return "a pair of dtypes that was not recognised", ()
             if tensors[0].device.type != "npu":
                 return "not on an NPU", ()
-            dtype = torch.promote_types(dtype, cos.dtype)  # what multiplying the two gives
+            dtype = torch.promote_types(tensors[0].dtype, cos.dtype)  # what multiplying the two gives
             cos, sin = _as(cos, dtype), _as(sin, dtype)
+            parts = tuple(x.to(dtype) for x in tensors)
         if self.table is not None:
             cos, sin = self.table(cos), self.table(sin)
         width = cos.shape[-1]
+        whole = width == tensors[0].shape[-1] and width == tensors[-1].shape[-1]
+        if not whole:
+            parts = tuple(x[..., :width] for x in parts)
         wide_cos, wide_sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
-        turned = tuple(x[..., :width].to(dtype) for x in tensors)
-        for x in turned:
-            reason = op.unsupported(x, wide_cos, wide_sin, self.mode)
-            if reason is not None:
-                return reason, ()
+        reason = op.unsupported(parts[0], wide_cos, wide_sin, self.mode)
+        if reason is None and len(parts) > 1 and not _fewer_heads(parts[1], parts[0], dim):
+            reason = op.unsupported(parts[1], wide_cos, wide_sin, self.mode)
+        if reason is not None:
+            return reason, ()
         site.hit()
-        adjoint = op.adjoint_sine(sin, self.mode).unsqueeze(dim) if op.needs_adjoint(*turned) else None
-        outputs = []
-        for x, part in zip(tensors, turned, strict=True):
-            y = deinterleaved(part) if self.deinterleave else part
-            y = op.rotate(y, wide_cos, wide_sin, self.mode, adjoint).to(result)
-            outputs.append(y if width == x.shape[-1] else torch.cat((y, x[..., width:].to(result)), -1))
-        return None, tuple(outputs)
+        adjoint = op.adjoint_sine(sin, self.mode).unsqueeze(dim) if op.needs_adjoint(*parts) else None
+        if self.deinterleave:
+            parts = tuple(deinterleaved(x) for x in parts)
+        outputs = tuple(op.rotate(x, wide_cos, wide_sin, self.mode, adjoint) for x in parts)
+        if result is not None:
+            outputs = tuple(y.to(result) for y in outputs)
+        if not whole:
+            outputs = tuple(_with_rest(y, x, width) for y, x in zip(outputs, tensors, strict=True))
+        return None, outputs
+
+
+def _fewer_heads(key: Tensor, query: Tensor, dim: int) -> bool:
+    """Whether a key is like the query but for its heads: what the operator takes for many heads it takes for fewer."""
+    k, q = key.shape, query.shape
+    if type(key) is not type(query) or key.device != query.device or len(k) != len(q) or not 0 < k[dim] <= q[dim]:
+        return False
+    return all(k[i] == q[i] for i in range(len(q)) if i != dim % len(q))
+
+
+def _with_rest(y: Tensor, x: Tensor, width: int) -> Tensor:
+    """The rotated part of each head, and the part that the tables do not reach."""
+    return torch.cat((y, x[..., width:].to(y.dtype)), -1) if width != x.shape[-1] else y
 
 
 _FLOAT32 = PerTensor(Tensor.float)

@@ -27,6 +27,6 @@ def patched(finder: Any, name: str, value: Any) -> tuple[Any, Site, Any]:
     """(what the engine would install, its counters, the original) for the one target of a module."""
     (target,) = found(finder, **{name: value}).values()
     assert isinstance(target, Target), target
-    original = vars(value)["forward"] if isinstance(value, type) else value
+    original = value.forward if isinstance(value, type) else value
     site = Site(target.name, target.op, {})
     return functions.clone(target.adapter(original, site), original), site, original

@@ -150,3 +150,45 @@ def test_two_models_of_one_process_differ_only_by_scope():
         outside = teacher(ids).logits
     assert counting.hits()["rms_norm"] == NORMS["llama"]
     assert torch.allclose(inside, outside, atol=1e-5)
+
+
+OTHERS = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "olmo2": {},
+    "cohere": {},
+    "glm4": {},
+    "gemma2": {},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_families_that_nobody_listed_train_the_same(kind):
+    built, ids = tiny.any_model(kind, **OTHERS[kind]), tiny.tokens()
+    stock = tiny.step(built, ids)
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched = tiny.step(built, ids)
+        hits = counting.hits()
+        assert hits["rope"] + sum(counting.fallbacks().values()) == 2
+        assert sum(hits.values()) >= 4
+    assert_same_training(stock, patched)
+
+
+def test_yarn_scaled_tables_train_the_same():
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    built, ids = tiny.any_model("llama", rope_parameters=scaling), tiny.tokens(length=48)
+    stock = tiny.step(built, ids)
+    with npu_patch.scope(*OPS):
+        counting = Counting()
+        patched = tiny.step(built, ids)
+        assert counting.hits()["rope"] == 2
+    assert_same_training(stock, patched)

@@ -203,6 +203,38 @@ def test_epsilon_is_read_at_each_call():
     assert relative_error(forward(module, x), original(module, x)) < 2e-6
 
 
+class BorrowedRMSNorm(nn.RMSNorm):
+    """Its forward is torch's, which nobody else's modules may lose."""
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("eps", [1e-5, None])
+def test_a_norm_that_borrows_torchs_forward(affine, eps):
+    forward, site, original = patched(norms.find, "BorrowedRMSNorm", BorrowedRMSNorm)
+    module = BorrowedRMSNorm(24, eps=eps, elementwise_affine=affine).to("npu")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = inputs((3, 24), dtype) * 1e-3
+        stock, fused = original(module.to(dtype), x), forward(module.to(dtype), x)
+        assert fused.dtype is stock.dtype
+        assert relative_error(fused, stock) < (2e-6 if dtype is torch.float32 else 1e-2)
+    assert (site.hits, site.fallbacks) == (2, {})
+
+
+def test_a_norm_over_more_than_the_last_dimension_runs_the_original():
+    forward, site, original = patched(norms.find, "BorrowedRMSNorm", BorrowedRMSNorm)
+    module, x = BorrowedRMSNorm((4, 24)).to("npu"), inputs((3, 4, 24), torch.float32)
+    assert torch.equal(forward(module, x), original(module, x))
+    assert (site.hits, sum(site.fallbacks.values())) == (0, 1)
+
+
+def test_an_epsilon_that_is_no_number_runs_the_original():
+    forward, site, original = patched(norms.find, "MineRMSNorm", MineRMSNorm)
+    module, x = MineRMSNorm(8), inputs((3, 8), torch.float32)
+    module.eps = torch.tensor(1e-5, device="npu")
+    assert torch.equal(forward(module, x), original(module, x))
+    assert site.fallbacks == {"epsilon is not a number": 1}
+
+
 def test_the_forward_of_an_inherited_target_is_left_to_it():
     class ChildRMSNorm(MineRMSNorm):
         pass

@@ -138,6 +138,41 @@ def test_position_ids_run_the_original():
     assert site.hits == 1
 
 
+def test_a_missing_key_runs_the_original():
+    def query_only_too(q, k, cos, sin, unsqueeze_dim=1):
+        return functions.half(q, q if k is None else k, cos, sin, unsqueeze_dim)[: 1 if k is None else 2]
+
+    forward, site, original = patched(rope.find, "apply_rotary_pos_emb", query_only_too)
+    q = values((2, 4, 6, 16), torch.float32, 1)
+    (ours,), (theirs,) = (f(q, None, *tables(16)) for f in (forward, original))
+    assert torch.equal(ours, theirs)
+    assert site.fallbacks == {"a tensor is missing": 1}
+
+
+def test_on_the_cpu_the_original_runs():
+    forward, site, original = patched(rope.find, "apply_rotary_pos_emb", functions.half)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = (values((2, 4, 6, 16), dtype, i).cpu() for i in (1, 2))
+        args = q, k, *(t.cpu() for t in tables(16))
+        assert all(torch.equal(a, b) for a, b in zip(forward(*args), original(*args), strict=True))
+    assert site.fallbacks == {"not on an NPU": 2}
+
+
+@pytest.mark.parametrize("length", [6, 9])
+def test_a_key_of_another_length_or_with_more_heads_is_judged_for_itself(length):
+    forward, site, original = patched(rope.find, "apply_rotary_pos_emb", functions.half)
+    q, k = values((2, 2, 6, 16), torch.float32, 1), values((2, 4, length, 16), torch.float32, 2)
+    if length == 6:
+        ours, theirs = (f(q, k, *tables(16)) for f in (forward, original))
+        assert all(relative_error(a, b) < 1e-6 for a, b in zip(ours, theirs, strict=True))
+        assert site.hits == 1
+    else:
+        for function in (forward, original):
+            with pytest.raises(RuntimeError):
+                function(q, k, *tables(16))
+        assert site.hits == 0
+
+
 def test_tables_that_need_a_gradient_get_the_right_one():
     forward, site, original = patched(rope.find, "apply_rotary_pos_emb", functions.half)
     q, k = (values((2, 4, 6, 16), torch.float32, i).requires_grad_() for i in (1, 2))

@@ -38,24 +38,28 @@ NORMS = {"llama": 5, "qwen3": 9, "gemma3": 13}
 """Calls of norms per forward; ropes and attentions are one per layer."""
 
 
-def model(family: str, dtype: torch.dtype = torch.float32, device: str = "npu", **changes: Any) -> Any:
+def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    kind, own = _FAMILIES[family]
+    return any_model(kind, dtype, **own)
+
+
+def any_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """The same weights for every call, spread out so that nothing is near zero or one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, own = _FAMILIES[family]
-    config = AutoConfig.for_model(kind, **{**_COMMON, **own, **changes})
+    config = AutoConfig.for_model(kind, **{**_COMMON, **changes})
     built = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in built.parameters():
             spread = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.05)
             parameter.copy_(parameter + spread if parameter.dim() == 1 else spread)
-    return built.to(device)
+    return built.to("npu")
 
 
-def tokens(batch: int = 2, length: int = 20, device: str = "npu") -> torch.Tensor:
+def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randint(3, VOCABULARY, (batch, length), generator=generator).to(device)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator).to("npu")
 
 
 def step(built: Any, ids: torch.Tensor, **kwargs: Any) -> Run:
