@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -80,6 +81,14 @@ class FromTorch(nn.RMSNorm):
     pass
 
 
+class FindsItsAttributesItself(LlamaLike):
+    def __new__(cls):
+        raise AssertionError("a probe built an instance")
+
+    def __getattr__(self, name):
+        return super().__getattr__("_" + name)
+
+
 class WiredThroughAProperty(Base):
     __slots__ = ()
 
@@ -101,6 +110,7 @@ class WiredThroughAProperty(Base):
         (DividedByTheRoot, "fp32", "weight", "eps"),
         (WithoutWeight, "none", None, "eps"),
         (WiredThroughAProperty, "llama", "weight", "eps"),
+        (FindsItsAttributesItself, "llama", "weight", "variance_epsilon"),
     ],
 )
 def test_a_norm_is_recognised_with_the_attributes_that_it_reads(cls, formula, weight, eps):
@@ -232,6 +242,17 @@ class Wrapped(Base):
         return llama(x, self.weight, self.eps)
 
 
+class KeptFromTheCompiler(Base):
+    @torch._dynamo.disable
+    def forward(self, x):
+        return llama(x, self.weight, self.eps)
+
+
+class Scripted(torch.jit.ScriptModule):
+    def forward(self, x):
+        return llama(x, self.weight, self.eps)
+
+
 class ReadsItsDict(Base):
     def forward(self, x):
         return llama(x, self.__dict__["weight"], self.eps)
@@ -262,6 +283,8 @@ class LlamaRMSNorm(Base):
         Noisy,
         Gated,
         Wrapped,
+        KeptFromTheCompiler,
+        Scripted,
         ReadsItsDict,
         LlamaRMSNorm,
     ],

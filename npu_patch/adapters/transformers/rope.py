@@ -89,8 +89,6 @@ class _Rotation:
             result = self.results.get((tensors[0].dtype, cos.dtype))
             if result is None:
                 return "a pair of dtypes that was not recognised", ()
-            if tensors[0].device.type != "npu":
-                return "not on an NPU", ()
             dtype = torch.promote_types(tensors[0].dtype, cos.dtype)  # what multiplying the two gives
             cos, sin = _as(cos, dtype), _as(sin, dtype)
             parts = tuple(x.to(dtype) for x in tensors)

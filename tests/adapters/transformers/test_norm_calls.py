@@ -220,9 +220,11 @@ def test_a_norm_that_borrows_torchs_forward(affine, eps):
     assert (site.hits, site.fallbacks) == (2, {})
 
 
-def test_a_norm_over_more_than_the_last_dimension_runs_the_original():
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_over_more_than_the_last_dimension_runs_the_original(affine):
     forward, site, original = patched(norms.find, "BorrowedRMSNorm", BorrowedRMSNorm)
-    module, x = BorrowedRMSNorm((4, 24)).to("npu"), inputs((3, 4, 24), torch.float32)
+    module = BorrowedRMSNorm((4, 24), elementwise_affine=affine).to("npu")
+    x = inputs((3, 4, 24), torch.float32)
     assert torch.equal(forward(module, x), original(module, x))
     assert (site.hits, sum(site.fallbacks.values())) == (0, 1)
 
