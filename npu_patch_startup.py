@@ -2,7 +2,8 @@
 
 `npu_patch.pth` (and `npu_patch.start` for Python 3.15) calls `start` in every interpreter whose environment asks for
 npu_patch.  This module is not inside the package, because importing the package activates it, and it uses the standard
-library alone, because it runs in every such interpreter, with or without torch.
+library alone, because it runs in every such interpreter, with or without torch.  What takes milliseconds to import
+(typing, threading, contextlib, importlib.util) is imported only when there is something to do.
 
 Errors raised here surface at the user's import line: a misspelt NPU_PATCH_OPS must not leave a training run unpatched.
 """
@@ -10,14 +11,14 @@ Errors raised here surface at the user's import line: a misspelt NPU_PATCH_OPS m
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from typing import Any
+from _thread import _local
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from typing import Any
 
 INTERFACE = 1
 """Raised when the functions that the package uses here change; `start()` without arguments is there for ever, because
@@ -32,7 +33,7 @@ class _Finder:
     """Sees imports before the finders behind it; finds nothing of its own."""
 
     def __init__(self) -> None:
-        self.local = threading.local()
+        self.local = _local()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         simulate = fullname in RUNTIME and _simulating()
@@ -46,7 +47,7 @@ class _Finder:
             else:
                 importlib.import_module("npu_patch")._about_to_import(fullname)
             # Hooks registered just now sit in front of this finder: search again, so that this very import sees them.
-            return importlib.util.find_spec(fullname)
+            return importlib.import_module("importlib.util").find_spec(fullname)
         finally:
             self.local.busy = False
 
@@ -71,20 +72,20 @@ def loading_simulator() -> bool:
     return bool(getattr(_FINDER.local, "simulator", False))
 
 
-@contextmanager
-def for_simulator() -> Iterator[None]:
+class for_simulator:
     """Inside, importing the package activates nothing; afterwards a first `import npu_patch` of the user's still does.
 
     Needed wherever the simulator imports parts of itself unasked, since that imports the package again.
     """
-    known = "npu_patch" in sys.modules
-    before = loading_simulator()
-    _FINDER.local.simulator = before or not known
-    try:
-        yield
-    finally:
-        _FINDER.local.simulator = before
-        if not known:
+
+    def __enter__(self) -> None:
+        self.known = "npu_patch" in sys.modules
+        self.before = loading_simulator()
+        _FINDER.local.simulator = self.before or not self.known
+
+    def __exit__(self, *error: object) -> None:
+        _FINDER.local.simulator = self.before
+        if not self.known:
             sys.modules.pop("npu_patch", None)
 
 

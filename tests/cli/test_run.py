@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -228,3 +230,35 @@ def test_python_path_of_the_user_is_kept_behind_ours(tmp_path: Path) -> None:
 def test_no_folder_is_left_behind(tmp_path: Path) -> None:
     run("true", TMPDIR=str(tmp_path))
     assert os.listdir(tmp_path) == []
+
+
+def test_interrupt_from_the_terminal_reaches_the_command_once(tmp_path: Path) -> None:
+    """The terminal sends it to the command as well, so the launcher must not send a second one."""
+    code = """
+import signal
+count = []
+signal.signal(signal.SIGALRM, lambda *_: None)
+def interrupted(*_):
+    count.append(1)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)  # time for a second one
+signal.signal(signal.SIGINT, interrupted)
+print("ready", flush=True)
+signal.pause()
+while True:
+    signal.pause()
+    if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+        break
+print("interrupts:", len(count), flush=True)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [*RUN, sys.executable, "-c", code], clean_environment(PYTHONPATH=str(ROOT)))
+    output = b""
+    with contextlib.suppress(OSError):  # how a terminal says that the last program has left
+        while chunk := os.read(terminal, 4096):
+            output += chunk
+            if b"ready" in output and b"^C" not in output:
+                os.write(terminal, b"\x03")
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert b"interrupts: 1" in output
