@@ -49,7 +49,8 @@ def measure(subject: models.Subject, ops: Sequence[str]) -> Counts:
             gc.collect()
             with trace(list(subject.model.parameters())) as t:
                 loss = subject.step()
-        return Counts(t.launches, t.bytes_read + t.bytes_written, t.host_syncs, t.saved_bytes, t.peak_bytes, loss.item())
+        moved = t.bytes_read + t.bytes_written
+        return Counts(t.launches, moved, t.host_syncs, t.saved_bytes, t.peak_bytes, loss.item())
 
 
 def compare(name: str, singles: bool = True) -> dict[str, Counts]:
@@ -71,7 +72,8 @@ def row(name: str, before: Counts, after: Counts) -> str:
 
 
 HEADING = (
-    "| model | launches | MB read and written | MB saved for backward | MB peak | host syncs |\n|---|---|---|---|---|---|"
+    "| model | launches | MB read and written | MB saved for backward | MB peak | host syncs |\n"
+    "|---|---|---|---|---|---|"
 )
 
 

@@ -83,7 +83,8 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
     from torchtitan.tools.utils import set_default_dtype
 
     set_spmd_backend("partial_dtensor")
-    config = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", attn_backend="flex").model
+    registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
+    config = registry("debugmodel", attn_backend="flex").model
     for layer in config.layers:
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=length)
     with torch.device("meta"), set_default_dtype(dtype):

@@ -1,7 +1,8 @@
 """What npu_patch's own Python costs per patched call: guards and counting, not the operators.
 
-The yardstick is one `torch.nn.functional.rms_norm` on a [1, 64] CPU tensor in the same run.  The operator is replaced by a
-function that does nothing, and what a plain function with the same attribute reads would cost is subtracted.
+The yardstick is one `torch.nn.functional.rms_norm` on a [1, 64] CPU tensor in the same run.  The operator is
+replaced by a function that does nothing, and what a plain function with the same attribute reads would cost is
+subtracted.
 """
 
 from __future__ import annotations
