@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -81,6 +82,13 @@ class FromTorch(nn.RMSNorm):
     pass
 
 
+class MakesItsEpsilonATensor(Base):
+    def forward(self, x):
+        wide = x.float()
+        eps = torch.full((1,), self.eps).float()  # of the default dtype
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class FindsItsAttributesItself(LlamaLike):
     def __new__(cls):
         raise AssertionError("a probe built an instance")
@@ -109,6 +117,7 @@ class WiredThroughAProperty(Base):
         (MultipliedInFloat32, "fp32", "gain", "eps"),
         (DividedByTheRoot, "fp32", "weight", "eps"),
         (WithoutWeight, "none", None, "eps"),
+        (MakesItsEpsilonATensor, "llama", "weight", "eps"),
         (WiredThroughAProperty, "llama", "weight", "eps"),
         (FindsItsAttributesItself, "llama", "weight", "variance_epsilon"),
     ],
@@ -242,6 +251,24 @@ class Wrapped(Base):
         return llama(x, self.weight, self.eps)
 
 
+def watched(function):
+    @functools.wraps(function)
+    def forward(self, x):
+        watched_calls.append(x)
+        return function(self, x)
+
+    return forward
+
+
+watched_calls: list[torch.Tensor] = []
+
+
+class Watched(Base):
+    @watched
+    def forward(self, x):
+        return llama(x, self.weight, self.eps)
+
+
 class KeptFromTheCompiler(Base):
     @torch._dynamo.disable
     def forward(self, x):
@@ -283,6 +310,7 @@ class LlamaRMSNorm(Base):
         Noisy,
         Gated,
         Wrapped,
+        Watched,
         KeptFromTheCompiler,
         Scripted,
         ReadsItsDict,
@@ -295,6 +323,7 @@ def test_what_computes_something_else_is_refused_with_a_reason(cls):
         recognise_norm(cls)
     assert str(error.value)
     assert calls == 0
+    assert not watched_calls
     assert torch.equal(state, torch.random.get_rng_state())
     recognise_norm(LlamaLike)  # whatever it did to the inputs concerns it alone
 
@@ -388,8 +417,10 @@ def test_recognising_works_wherever_an_import_may_happen(surroundings):
         (meaning,) = recognise_norm(LlamaLike)
         assert meaning.formula == "llama"
         assert recognise_norm(GemmaLike)[0].formula == "gemma"
-        with pytest.raises(NotRecognised):
-            recognise_norm(LayerNorm)
+        assert recognise_norm(MakesItsEpsilonATensor)[0].formula == "llama"
+        for cls in (LayerNorm, StopsTheGradientOfTheFactor):
+            with pytest.raises(NotRecognised):
+                recognise_norm(cls)
         assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (dtype, grad)
     assert recognise_norm(LlamaLike)[0].formula == "llama"  # inputs made there are good for later
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npu_patch.discovery import NotRecognised
 from npu_patch.discovery.sdpa import recognise_sdpa
@@ -47,3 +48,17 @@ def test_the_stock_function_is_recognised():
 def test_what_computes_something_else_is_refused(function):
     with pytest.raises(NotRecognised):
         recognise_sdpa(function)
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode,
+        FakeTensorMode,
+    ],
+)
+def test_recognising_works_wherever_an_import_may_happen(surroundings):
+    with surroundings():
+        recognise_sdpa(sdpa)

@@ -186,9 +186,12 @@ def _attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q_len, kv_len = query.shape[2], key.shape[2]
     if attention_mask is not None:
-        reason, mask = _from_mask(attention_mask)
-        if reason is not None:
-            return reason, None
+        if attention_mask.dtype == torch.bool:  # True where the key is seen
+            mask = op.Mask.dense(_hidden(attention_mask))
+        elif attention_mask.is_floating_point():
+            mask = op.Mask.full().with_bias(attention_mask)
+        else:
+            return f"a mask of type {str(attention_mask.dtype).removeprefix('torch.')}", None
     elif q_len > 1 and (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         if kv_len > q_len:  # an empty static cache: what lies behind the queries is not filled yet
             key, value = key[:, :, :q_len], value[:, :, :q_len]
@@ -207,14 +210,3 @@ def _attend(
     site.hit()
     output = op.attention(query, key, value, mask, layout=layout, scale=scaling)
     return None, output.contiguous() if layout == "BSND" else output.transpose(1, 2).contiguous()
-
-
-def _from_mask(attention_mask: Tensor) -> tuple[str | None, Any]:
-    """The mask that an attention_mask stands for: bool, True where the key is seen; or added to the scores."""
-    if attention_mask.dim() not in (2, 4):
-        return "the mask is not 2-D or 4-D", None
-    if attention_mask.dtype == torch.bool:
-        return None, op.Mask.dense(_hidden(attention_mask))
-    if attention_mask.is_floating_point():
-        return None, op.Mask.full().with_bias(attention_mask)
-    return f"a mask of type {str(attention_mask.dtype).removeprefix('torch.')}", None

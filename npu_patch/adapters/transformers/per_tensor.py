@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...ops._guards import keep, transforming
+from ...ops._guards import keep
 
 
 class PerTensor:
     """Remembers what `build(tensor)` gave, as long as the tensor object lives and is not written to.
 
-    While compiling, for tensors that need a gradient, and for fake and inference tensors nothing is remembered.
+    While compiling or under a torch.func transform, for tensors that need a gradient, and for fake and inference
+    tensors nothing is remembered.
 
     Args:
         build: makes the derived tensor.
@@ -26,7 +27,7 @@ class PerTensor:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if is_compiling() or tensor.requires_grad or tensor.is_inference() or transforming():
+        if is_compiling() or tensor.requires_grad or tensor.is_inference():
             return self._build(tensor)
         key, version = id(tensor), tensor._version
         entry = self._known.get(key)

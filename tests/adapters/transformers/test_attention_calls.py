@@ -247,11 +247,22 @@ def test_mixed_types_under_autocast_give_the_originals_type():
     assert site.hits == 1
 
 
-def test_on_the_cpu_the_original_runs():
+def test_on_the_cpu_the_original_runs_and_nothing_is_prepared_for_the_operator(monkeypatch):
     query, key, value = (x.cpu() for x in qkv())
     function, site = patched()
-    assert torch.equal(function(layer(), query, key, value, None)[0], ORIGINAL(layer(), query, key, value, None)[0])
-    assert site.fallbacks == {"not on an NPU": 1}
+    monkeypatch.setattr(attention, "_hidden", None)
+    for mask in (None, random_mask(2, 1, 6, 6)):
+        assert torch.equal(function(layer(), query, key, value, mask)[0], ORIGINAL(layer(), query, key, value, mask)[0])
+    assert site.fallbacks == {"not on an NPU": 2}
+
+
+def test_what_a_static_cache_holds_behind_the_queries_does_not_matter():
+    query, key, value = qkv(q_len=6, kv_len=11, cache=True)
+    key[:, :, 6:], value[:, :, 6:] = torch.nan, torch.nan
+    function, site = patched()
+    output, _ = function(layer(), query, key, value, None)
+    assert relative_error(output, formula(query, key[:, :, :6], value[:, :, :6], causal(6, 6), 0.25)) < 2e-6
+    assert site.hits == 1
 
 
 def test_a_mask_is_inverted_once_for_all_layers():
