@@ -10,12 +10,12 @@ from .base import Call, kernel
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _check(call: Call, input: Tensor, dim: int) -> None:
-    call.require(input.dtype in _FLOATS, "input", f"dtype {input.dtype} is not supported")
-    call.require(input.numel() > 0, "input", "empty tensors are not supported")
+def _check(call: Call, input: Tensor, dim: int, name: str = "input") -> None:
+    call.require(input.dtype in _FLOATS, name, f"dtype {input.dtype} is not supported")
+    call.require(input.numel() > 0, name, "empty tensors are not supported")
     call.require(-input.dim() <= dim < input.dim(), "dim", f"{dim} for an input of {input.dim()} dimensions")
-    call.require(input.shape[dim] % 2 == 0, "input", f"the size of dim {dim} must be even, is {input.shape[dim]}")
-    call.require(input.is_contiguous(), "input", "must be contiguous")
+    call.require(input.shape[dim] % 2 == 0, name, f"the size of dim {dim} must be even, is {input.shape[dim]}")
+    call.require(input.is_contiguous(), name, "must be contiguous")
 
 
 @kernel("npu_swiglu", models=("input", "dim"))
@@ -35,3 +35,43 @@ def npu_swiglu_backward(call: Call, grad_output: Tensor, input: Tensor, dim: int
     sigmoid = torch.sigmoid(gate)
     dgate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat((dgate, grad * gate * sigmoid), dim).to(input.dtype)
+
+
+def _gelu(x: Tensor, approximate: int) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh" if approximate == 1 else "none")
+
+
+def _check_geglu(call: Call, input: Tensor, dim: int, approximate: int) -> None:
+    _check(call, input, dim, "input")
+    call.require(approximate in (0, 1), "approximate", f"{approximate} is neither 0 (erf) nor 1 (tanh)")
+
+
+@kernel("npu_geglu", models=("input", "dim", "approximate", "activate_left"))
+def npu_geglu(call: Call, input: Tensor, dim: int, approximate: int, activate_left: bool) -> tuple[Tensor, Tensor]:
+    """``(y, gelu)``: gelu of one half, the right one by default, rounded; times the other half, rounded again.
+
+    The document says nothing of the rounding; op-plugin's own test rounds twice.
+    """
+    _check_geglu(call, input, dim, approximate)
+    left, right = input.chunk(2, dim)
+    gate, up = (left, right) if activate_left else (right, left)
+    gelu = _gelu(gate.float(), approximate).to(input.dtype)
+    return (gelu.float() * up.float()).to(input.dtype), gelu
+
+
+@kernel("npu_geglu_grad", models=("grad_output", "input", "gelu", "dim", "approximate", "activate_left"))
+def npu_geglu_grad(
+    call: Call, grad_output: Tensor, input: Tensor, gelu: Tensor, dim: int, approximate: int, activate_left: bool
+) -> Tensor:
+    """From the saved gelu, in float32 and rounded once."""
+    _check_geglu(call, input, dim, approximate)
+    for name, other in (("grad_output", grad_output), ("gelu", gelu)):
+        call.require(other.dtype == input.dtype, name, f"dtype {other.dtype} is not {input.dtype}")
+    left, right = input.float().chunk(2, dim)
+    gate, up = (left, right) if activate_left else (right, left)
+    grad = grad_output.float()
+    with torch.enable_grad():
+        wide = gate.detach().requires_grad_()
+        (dgate,) = torch.autograd.grad(_gelu(wide, approximate), wide, grad * up)
+    dup = grad * gelu.float()
+    return torch.cat((dgate, dup) if activate_left else (dup, dgate), dim).to(input.dtype)
