@@ -71,29 +71,40 @@ class PerTensor(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Value]] = {}
+        self._entries: dict[int, _Entry[Value]] = {}
 
     def get(self, tensor: Tensor) -> Value | None:
         if tensor.is_inference():
             return None
-        place = _place(tensor)
         entry = self._entries.get(id(tensor))
-        if entry is None or entry[0]() is not tensor:
-            entry = next((e for e in list(self._entries.values()) if e[1][1:] == place[1:]), None)
-        if entry is None:
-            return None
-        first = entry[0]()
-        return entry[2] if first is not None and _place(first) == entry[1] and place[1:] == entry[1][1:] else None
+        if entry is not None and entry.tensor() is tensor:
+            return entry.value if entry.unchanged(tensor) else None
+        for entry in list(self._entries.values()):
+            first = entry.tensor()
+            if first is not None and entry.unchanged(first) and _place(first) == _place(tensor):
+                return entry.value
+        return None
 
     def put(self, tensor: Tensor, value: Value) -> Value:
         if type(tensor) is Tensor and not tensor.is_inference():
             key, entries = id(tensor), self._entries
             # The tensor's death removes the entry before its id can be given to another object; dict operations are
             # atomic.
-            entries[key] = (weakref.ref(tensor, lambda _: entries.pop(key, None)), _place(tensor), value)
+            reference = weakref.ref(tensor, lambda _: entries.pop(key, None))
+            entries[key] = _Entry(reference, tensor._version, tensor.data_ptr(), value)
         return value
 
 
+class _Entry(Generic[Value]):
+    __slots__ = ("pointer", "tensor", "value", "version")
+
+    def __init__(self, tensor: weakref.ref[Tensor], version: int, pointer: int, value: Value) -> None:
+        self.tensor, self.version, self.pointer, self.value = tensor, version, pointer, value
+
+    def unchanged(self, tensor: Tensor) -> bool:
+        return tensor._version == self.version and tensor.data_ptr() == self.pointer
+
+
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Version, and where and how the tensor lies in memory."""
-    return (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    """Where and how the tensor lies in memory."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,14 +15,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ...discovery.bracket import NotRecognised, quiet, same
 from ...ops import attention as op
+from ...ops._guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
 from ...ops.attention import Mask
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import masks
-from .block_mask import Source, source_of
+from .block_mask import source_of
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _OP, _LIBRARY = "attention", "torchtitan"
+_NO_MASK = Mask.full()
 _BLNH = [
     "q_BLNH",
     "k_BLNH",
@@ -95,12 +97,12 @@ def _check_plain(forward: FunctionType) -> None:
 # ---- call sites ------------------------------------------------------------------------------------------------------
 
 
-def _common_reason(query: Tensor, key: Tensor, enable_gqa: bool) -> str | None:
+def _shape_reason(query: Tensor, key: Tensor, enable_gqa: bool) -> str | None:
     if query.dim() != 4 or key.dim() != 4:
         return "query and key are not (B, L, N, H)"
     if query.shape[2] != key.shape[2] and not enable_gqa:
         return "fewer key heads than query heads without enable_gqa"
-    return TYPE_CHECKING_REASON if type_checking() else None
+    return None
 
 
 def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
@@ -118,13 +120,10 @@ def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         with_lse = out_transform is not None
-        reason = _common_reason(q_BLNH, k_BLNH, enable_gqa)
-        if reason is None and score_mod is not None:
-            reason = "a score_mod"
-        packed, mask = False, Mask.full()
-        if reason is None:
-            reason, mask = _choose(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, with_lse, site)
-            packed = mask.kind == "documents"
+        reason: str | None = "a score_mod"
+        mask = _NO_MASK
+        if score_mod is None:
+            reason, mask = _choose(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, enable_gqa, with_lse, site.options)
         if reason is not None:
             site.fallback(reason)
             return original(
@@ -140,6 +139,7 @@ def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
                 **kwargs,
             )
         site.hit()
+        packed = mask.kind == "documents"
         q, k, v = (t.flatten(0, 1) if packed else t for t in (q_BLNH, k_BLNH, v_BLNH))
         layout = "TND" if packed else "BSND"
         shape = (*q_BLNH.shape[:3], v_BLNH.shape[3])
@@ -152,38 +152,90 @@ def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
 
 
 def _choose(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float | None, with_lse: bool, site: Site
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    with_lse: bool,
+    options: Mapping[str, Any],
 ) -> tuple[str | None, Mask]:
     """Why the operator cannot take the call, or None; and the mask for it."""
+    for tensor in (query, key, value):
+        if type(tensor) is not Tensor and (reason := subclass_reason(tensor)):
+            return reason, _NO_MASK
+    if transforming():
+        return FUNCTORCH, _NO_MASK
+    if type_checking():
+        return TYPE_CHECKING_REASON, _NO_MASK
+    if with_lse or is_compiling():
+        return _ask(query, key, value, block_mask, scale, enable_gqa, with_lse, options)
+    source = getattr(block_mask, "source", None)
+    if source is None:  # a foreign mask
+        return _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
+    # What is left depends on shapes, types and devices alone: asked once per mask, for all layers of a step.
+    question = (
+        query.shape,
+        query.dtype,
+        query.device,
+        key.shape,
+        key.dtype,
+        key.device,
+        value.shape,
+        value.dtype,
+        value.device,
+        enable_gqa,
+        options["dense_mask_limit"],
+    )
+    answer = source.answers.get(question)
+    if answer is None:
+        answer = _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
+        source.answers[question] = answer
+    return answer
+
+
+def _ask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    with_lse: bool,
+    options: Mapping[str, Any],
+) -> tuple[str | None, Mask]:
     if query.device.type != "npu":
-        return "not on an NPU", Mask.full()
+        return NOT_ON_NPU, _NO_MASK
+    if reason := _shape_reason(query, key, enable_gqa):
+        return reason, _NO_MASK
     if not isinstance(block_mask, BlockMask):
-        return "no block mask", Mask.full()
-    batch, q_len, heads = query.shape[:3]
-    source: Source | str = source_of(block_mask, batch, (q_len, key.shape[1]), query.device)
+        return "no block mask", _NO_MASK
+    batch, length, heads = query.shape[:3]
+    limit = masks.limit_of(options)
+    source = source_of(block_mask, batch, (length, key.shape[1]), query.device)
     if isinstance(source, str):
-        return source, Mask.full()
-    reason: str | None = None
+        return source, _NO_MASK
     mask = source.compact
     if mask is not None and mask.kind == "documents":
         if is_compiling():
             mask = source.traced() or mask
-        elif mask.q_ends[-1] != batch * q_len:
+        elif mask.q_ends[-1] != batch * length:
             mask = None  # one row of documents for all samples
     if mask is not None:
         packed = mask.kind == "documents"
         q, k, v = (t.flatten(0, 1) if packed else t for t in (query, key, value))
         layout = "TND" if packed else "BSND"
         reason = op.unsupported(q, k, v, mask, layout=layout, scale=scale, return_lse=with_lse)
-        if reason is None or not packed or q_len > masks.limit_of(site.options):
+        if reason is None or not packed or length > limit:
             return reason, mask
     # Documents that the operator does not take packed are written out like a mask without a compact form.
-    early = op.unsupported(query, key, value, Mask.full(), layout="BSND", scale=scale, return_lse=with_lse)
+    early = op.unsupported(query, key, value, _NO_MASK, layout="BSND", scale=scale, return_lse=with_lse)
     if early is not None:
-        return early, Mask.full()
-    mask = source.dense(heads, masks.limit_of(site.options))
+        return early, _NO_MASK
+    mask = source.dense(heads, limit)
     if mask is None:
-        return "a mask that torch.compile would have to write out", Mask.full()
+        return "a mask that torch.compile would have to write out", _NO_MASK
     return op.unsupported(query, key, value, mask, layout="BSND", scale=scale, return_lse=with_lse), mask
 
 
@@ -201,7 +253,10 @@ def _plain_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         mask = Mask.causal("upper_left") if is_causal else Mask.full()
-        reason = "attention masks" if attention_masks is not None else _common_reason(q_BLNH, k_BLNH, enable_gqa)
+        reason = TYPE_CHECKING_REASON if type_checking() else None
+        if attention_masks is not None:
+            reason = "attention masks"
+        reason = reason or _shape_reason(q_BLNH, k_BLNH, enable_gqa)
         if reason is None:
             reason = op.unsupported(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
         if reason is not None:

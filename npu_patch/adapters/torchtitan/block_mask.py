@@ -49,6 +49,7 @@ class Source:
     def __post_init__(self) -> None:
         self.compact = self.meaning.compact() if self.meaning is not None else None
         self.bounds: tuple[Tensor, Tensor] | None = None
+        self.answers: dict[Any, tuple[str | None, Mask]] = {}
         self._dense: dict[int | None, Mask] = {}
         self._per_head: bool | None = None if self.meaning is None else False
 

@@ -17,6 +17,7 @@ from ...discovery.norms import says_rms
 from ...ops import rms_norm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
+from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _OP, _LIBRARY = "rms_norm", "torchtitan"
 
@@ -90,6 +91,8 @@ def _adapter(weighted: NormMeaning, bare: NormMeaning | None) -> Callable[[Any, 
                     reason = "the norm is not over the last dimension alone"
                 elif eps is None and default_eps is None:
                     reason = "no epsilon"
+                elif type_checking():
+                    reason = TYPE_CHECKING_REASON
             if reason is not None:
                 site.fallback(reason)
                 return original(self, x)

@@ -25,6 +25,7 @@ class Facts:
         host: (B, L) on the CPU.
         low, high: smallest and largest position.
         pattern: "range" (every row is 0, 1, 2, …), "shared" (the rows are equal) or "rows".
+        batch, length: B and L.
         ready: what others made for this tensor and share between the layers of a step.
     """
 
@@ -32,6 +33,8 @@ class Facts:
     low: int
     high: int
     pattern: str
+    batch: int = 0
+    length: int = 0
     ready: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -43,13 +46,13 @@ def facts(positions: Tensor) -> Facts | None:
 
     Copies the positions to the host the first time that it sees them, which waits for the device once.
     """
-    if type(positions) is not Tensor or positions.dim() != 2 or positions.numel() == 0 or transforming():
-        return None
-    if positions.dtype not in (torch.int64, torch.int32):
+    if type(positions) is not Tensor or transforming():
         return None
     known = _facts.get(positions)
     if known is not None:
         return known
+    if positions.dim() != 2 or positions.numel() == 0 or positions.dtype not in (torch.int64, torch.int32):
+        return None
     with aside():
         host = positions.detach().to("cpu", copy=True)
         low, high = (int(bound) for bound in host.aminmax())
@@ -60,4 +63,4 @@ def facts(positions: Tensor) -> Facts | None:
             pattern = "range"
         else:
             pattern = "shared"
-    return _facts.put(positions, Facts(host, low, high, pattern))
+    return _facts.put(positions, Facts(host, low, high, pattern, *host.shape))

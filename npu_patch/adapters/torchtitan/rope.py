@@ -2,15 +2,10 @@
 
 torchtitan rotates in float32 whatever the model's type.  So do these functions: query and key are cast up into one
 buffer, rotated by one operator and cast back, with float32 tables.
-
-Every layer of a model owns a rotary module with a table of its own.  The tables are compared by value, once per table
-tensor; layers with equal tables share what is gathered from them, once per positions tensor.
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -20,12 +15,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ...ops import rope as op
-from ...ops._guards import keep, subclass_reason
+from ...ops._guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from .aside import PerTensor, aside
-from .positions import Facts, facts
-from .rope_meaning import FULL_WIDTH, NotRecognised, recognise_forward, recognise_rotation
+from .rope_meaning import NotRecognised, recognise_forward, recognise_rotation
+from .rope_rows import Rows, given_rows, shared_rows
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _OP, _LIBRARY = "rope", "torchtitan"
@@ -57,149 +51,29 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         yield Target(_OP, _LIBRARY, module.__name__, forward, _forward_adapter(cls, mode), meaning)
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-class Tables:
-    """Full-width cos and sin, (P, D) float32, of one or several rotary modules."""
-
-    def __init__(self, cache: Tensor, mode: str) -> None:
-        with aside():
-            self.cos, self.sin = FULL_WIDTH[mode](cache)
-        self.mode = mode
-
-    def equals(self, other: Tables) -> bool:
-        """Whether the values are the same; waits for the device."""
-        with aside():
-            return (
-                self.mode == other.mode
-                and self.cos.device == other.cos.device
-                and self.cos.shape == other.cos.shape
-                and torch.equal(self.cos, other.cos)
-                and torch.equal(self.sin, other.sin)
-            )
-
-
-class Rows:
-    """The rows of the tables that a call needs, as (1, S, 1, D): S is L for all samples together, or B * L."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, mode: str, adjoint: Callable[[], Tensor]) -> None:
-        self.cos, self.sin, self.mode = cos, sin, mode
-        self._make_adjoint = adjoint
-        self._adjoint: Tensor | None = None
-
-    def adjoint(self) -> Tensor:
-        """The sine of the backward rotation, made when first needed."""
-        if self._adjoint is None:
-            with aside():
-                self._adjoint = self._make_adjoint()
-        return self._adjoint
-
-
-_tables: PerTensor[Tables] = PerTensor()
-_distinct: weakref.WeakSet[Tables] = weakref.WeakSet()
-
-
-def tables_of(cache: Tensor, mode: str) -> Tables:
-    """The tables of a rotary module's cache, the same object for caches with the same values.
-
-    Sharing is safe because nothing is taken on trust: a cache joins a group only after its values were compared, and
-    its membership ends when the tensor object, its storage or its version changes (`PerTensor`).  The comparison waits
-    for the device once in the life of a cache, not once per step.
-    """
-    known = _tables.get(cache)
-    if known is not None and known.mode == mode:
-        return known
-    built = Tables(cache, mode)
-    if not keep(built.cos):
-        return built
-    shared = next((other for other in list(_distinct) if other.equals(built)), built)
-    _distinct.add(shared)
-    return _tables.put(cache, shared)
-
-
-def _shared_rows(cache: Tensor, query: Tensor, positions: Tensor | None, mode: str) -> Rows | None:
-    """The rows for a call of a rotary forward; None where the original has to gather them (or to raise its error)."""
-    if type(cache) is not Tensor or cache.is_inference() or cache.requires_grad or query.dim() != 4:
-        return None
-    batch, length = query.shape[:2]
-    if positions is None:
-        if length > cache.shape[0]:
-            return None
-        tables = tables_of(cache, mode)
-        return _prefix(tables, length)
-    known = facts(positions)
-    if known is None or known.host.shape[1] != length or known.host.shape[0] not in (1, batch):
-        return None
-    if known.low < 0 or known.high >= cache.shape[0]:  # the check of `_maybe_check_max_pos`: let the original raise
-        return None
-    tables = tables_of(cache, mode)
-    rows = known.ready.get(tables)
-    if rows is None:
-        rows = _prefix(tables, length) if known.pattern == "range" else _gathered(tables, positions, known)
-        if keep(rows.cos):
-            known.ready[tables] = rows
-    return rows
-
-
-def _prefix(tables: Tables, length: int) -> Rows:
-    def view(table: Tensor) -> Tensor:
-        return table[:length].unsqueeze(0).unsqueeze(2)
-
-    mode = tables.mode
-    return Rows(view(tables.cos), view(tables.sin), mode, lambda: view(op.adjoint_sine(tables.sin, mode)))
-
-
-def _gathered(tables: Tables, positions: Tensor, known: Facts) -> Rows:
-    """Rows by position: (1, L, 1, D) where the samples agree, else (1, B * L, 1, D).
-
-    In interleave mode the operator takes no tables that differ between samples.  With the batch folded into the
-    sequence both modes take them, without a copy of query or key.
-    """
-    index = (positions[0] if known.pattern == "shared" else positions.reshape(-1)).detach()
-
-    def gather(table: Tensor) -> Tensor:
-        with aside():
-            return table.index_select(0, index).unsqueeze(0).unsqueeze(2)
-
-    mode = tables.mode
-    return Rows(gather(tables.cos), gather(tables.sin), mode, lambda: gather(op.adjoint_sine(tables.sin, mode)))
-
-
-_given: PerTensor[Rows] = PerTensor()
-
-
-def _given_rows(rope_cache: Tensor, mode: str) -> Rows:
-    """The rows in a table that the caller has gathered, (1 or B, L, 1, width); made once per tensor."""
-    tracing = is_compiling()
-    known = None if tracing else _given.get(rope_cache)
-    if known is not None and known.mode == mode:
-        return known
-    with contextlib.nullcontext() if tracing else aside():
-        cos, sin = FULL_WIDTH[mode](rope_cache)
-        cos, sin = (table.reshape(1, -1, 1, table.shape[-1]) for table in (cos, sin))
-    rows = Rows(cos, sin, mode, lambda: op.adjoint_sine(sin, mode))
-    if not tracing and keep(cos):
-        _given.put(rope_cache, rows)
-    return rows
-
-
 # ---- rotation --------------------------------------------------------------------------------------------------------
 
 
-def _unsupported(query: Tensor, key: Tensor) -> str | None:
-    """What the pair must be before anything is made for it."""
-    if query.device.type != "npu":
-        return "not on an NPU"
-    if reason := subclass_reason(query, key):
+def _call_reason(query: Tensor, key: Tensor) -> str | None:
+    """What may differ from call to call, whatever the shapes."""
+    if (type(query) is not Tensor or type(key) is not Tensor) and (reason := subclass_reason(query, key)):
         return reason
+    if transforming():
+        return FUNCTORCH
+    return TYPE_CHECKING_REASON if type_checking() else None
+
+
+def _pair_reason(query: Tensor, key: Tensor) -> str | None:
+    """What the pair must be before anything is made for it."""
+    if query.device.type != "npu" or key.device.type != "npu":
+        return NOT_ON_NPU
     if query.dim() != 4 or key.dim() != 4 or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
         return "query and key are not (B, L, N, D) with the same B, L and D"
     if query.dtype not in _INPUTS or key.dtype not in _INPUTS:
         return "query or key is neither float32, bfloat16 nor float16"
     if query.numel() == 0 or key.numel() == 0:
         return "the input is empty"
-    return TYPE_CHECKING_REASON if type_checking() else None
+    return None
 
 
 def _fold(x: Tensor, rows: Rows) -> Tensor:
@@ -250,25 +124,37 @@ class _RotatePair(torch.autograd.Function):
         return (*_turn(d_query, d_key, buffer, cos, adjoint, ctx.mode), None, None, None, None, None)
 
 
-def _plan(query: Tensor, key: Tensor, rows: Rows) -> tuple[str | None, Tensor | None]:
-    """Why the operator cannot take the pair, or None; and the buffer where the pair has to be cast."""
-    mode = rows.mode
-    if query.dtype is torch.float32 and key.dtype is torch.float32:
-        reason = op.unsupported(_fold(query, rows), rows.cos, rows.sin, mode)
-        return reason or op.unsupported(_fold(key, rows), rows.cos, rows.sin, mode), None
-    buffer = _buffer(query, key, rows)
-    return op.unsupported(buffer, rows.cos, rows.sin, mode), buffer
+def _rows_reason(query: Tensor, key: Tensor, rows: Rows) -> str | None:
+    """Why the operator cannot take the pair, or None; for a pair that `_call_reason` has passed.
+
+    It depends on shapes, types and devices alone, so it is asked once per rows: for all layers of a step.
+    """
+    question = (query.shape, key.shape, query.dtype, key.dtype, query.device, key.device)
+    if question not in rows.checked:
+        reason = _pair_reason(query, key)
+        if reason is None and _in_float32(query, key):
+            reason = op.unsupported(_fold(query, rows), rows.cos, rows.sin, rows.mode)
+            reason = reason or op.unsupported(_fold(key, rows), rows.cos, rows.sin, rows.mode)
+        elif reason is None:
+            reason = op.unsupported(_buffer(query, key, rows), rows.cos, rows.sin, rows.mode)
+        rows.checked[question] = reason
+    return rows.checked[question]
 
 
-def _rotate(query: Tensor, key: Tensor, rows: Rows, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+def _in_float32(query: Tensor, key: Tensor) -> bool:
+    return query.dtype is torch.float32 and key.dtype is torch.float32
+
+
+def _rotate(query: Tensor, key: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     mode, cos, sin = rows.mode, rows.cos, rows.sin
     records = op.needs_adjoint(query, key)
-    if buffer is None:
-        adjoint = rows.adjoint() if records else None
+    adjoint = rows.adjoint() if records else None
+    if _in_float32(query, key):
         q, k = (op.rotate(_fold(x, rows), cos, sin, mode, adjoint).view(x.shape) for x in (query, key))
         return q, k
+    buffer = _buffer(query, key, rows)
     if records:
-        return _RotatePair.apply(query, key, buffer, cos, sin, rows.adjoint(), mode)
+        return _RotatePair.apply(query, key, buffer, cos, sin, adjoint, mode)
     return _turn(query, key, buffer, cos, sin, mode)
 
 
@@ -287,6 +173,9 @@ def _rotate_traced(query: Tensor, key: Tensor, rows: Rows) -> tuple[Tensor, Tens
 def _forward_adapter(cls: Any, mode: str) -> Callable[[Any, Site], Callable[..., Any]]:
     reshape_cache = cls._reshape_cache
 
+    def is_like(own: Any) -> bool:
+        return own._reshape_cache is reshape_cache and own.apply_rotary_emb is cls.apply_rotary_emb
+
     def adapter(original: Any, site: Site) -> Callable[..., Any]:
         def forward(self: Any, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
             own = type(self)
@@ -294,16 +183,14 @@ def _forward_adapter(cls: Any, mode: str) -> Callable[[Any, Site], Callable[...,
             # ends in `apply_rotary_emb`: that is where reasons are counted.
             if (
                 not is_compiling()
-                and own._reshape_cache is reshape_cache
-                and own.apply_rotary_emb is cls.apply_rotary_emb
-                and _unsupported(query, key) is None
+                and (own is cls or is_like(own))
+                and _call_reason(query, key) is None
+                and query.device.type == "npu"
             ):
-                rows = _shared_rows(self.cache, query, positions, mode)
-                if rows is not None:
-                    reason, buffer = _plan(query, key, rows)
-                    if reason is None:
-                        site.hit()
-                        return _rotate(query, key, rows, buffer)
+                rows = shared_rows(self.cache, query, positions, mode)
+                if rows is not None and _rows_reason(query, key, rows) is None:
+                    site.hit()
+                    return _rotate(query, key, rows)
             return original(self, query, key, positions)
 
         return forward
@@ -314,9 +201,9 @@ def _forward_adapter(cls: Any, mode: str) -> Callable[[Any, Site], Callable[...,
 def _rotation_adapter(mode: str) -> Callable[[Any, Site], Callable[..., Any]]:
     def adapter(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> Any:
-            reason = _unsupported(query, key) or _table_reason(rope_cache, query)
+            reason = _call_reason(query, key) or _pair_reason(query, key) or _table_reason(rope_cache, query)
             if reason is None:
-                rows = _given_rows(rope_cache, mode)
+                rows = given_rows(rope_cache, mode)
                 if is_compiling():
                     stand_in = _fold(query, rows).float()
                     reason = op.unsupported(stand_in, rows.cos, rows.sin, mode)
@@ -324,10 +211,10 @@ def _rotation_adapter(mode: str) -> Callable[[Any, Site], Callable[..., Any]]:
                         site.hit()
                         return _rotate_traced(query, key, rows)
                 else:
-                    reason, buffer = _plan(query, key, rows)
+                    reason = _rows_reason(query, key, rows)
                     if reason is None:
                         site.hit()
-                        return _rotate(query, key, rows, buffer)
+                        return _rotate(query, key, rows)
             site.fallback(reason)
             return original(query, key, rope_cache)
 

@@ -26,9 +26,9 @@ def _complex_table(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cos_sin_table(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """From cos | sin side by side, (..., 2 D), to two tensors."""
-    size = cache.shape[-1] // 2
-    return cache[..., :size].contiguous(), cache[..., size:].contiguous()
+    """From cos | sin side by side, (..., 2 D), to two tensors of their own."""
+    cos, sin = (half.clone(memory_format=torch.contiguous_format) for half in cache.chunk(2, -1))
+    return cos, sin
 
 
 FULL_WIDTH: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 
 import pytest
@@ -410,3 +411,72 @@ def test_vision_masks_need_no_compiler():
         assert isinstance(masks, NpuBlockMask)
         result = run(flex(), *tensors, masks)
     assert_close(result, expected(*tensors, seen_by(mod)))
+
+
+def test_masks_leave_no_memory_behind():
+    tensors = qkv()
+    with npu_patch.scope("attention"), torch.no_grad():
+
+        def step():
+            for masks in (decoder_mask(packed_positions(*ROWS)), build(dilated), rebuilt(build(causal))):
+                flex()(*tensors, attention_masks=masks, enable_gqa=True)
+
+        step()
+        gc.collect()
+        allocated = torch.npu.memory_allocated()
+        for _ in range(10):
+            step()
+        gc.collect()
+        assert torch.npu.memory_allocated() == allocated
+
+
+@pytest.mark.parametrize("size", [D, 256])
+@pytest.mark.parametrize("kind", ["document", "block", "causal document"])
+def test_packed_documents_of_every_kind(kind, size):
+    from torchtitan.models.common import attention
+
+    positions = packed_positions(*ROWS)
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(B, L, n, size, generator=generator).to("npu").requires_grad_() for n in (4, 2, 2))
+    with npu_patch.scope("attention"), uncompilable():
+        mods = {
+            "document": attention.get_document_mask_mod(positions),
+            "block": attention.get_fixed_block_mask_mod(8),
+            "causal document": and_masks(causal, attention.get_document_mask_mod(positions)),
+        }
+        counts = Counts()
+        masks = build(mods[kind])
+        assert masks.source.compact.kind == "documents"
+        result = run(flex(), q, k, v, masks)
+        assert counts.take("attention") == (1, {})
+    assert_close(result, expected(q, k, v, seen_by(masks.mask_mod), size**-0.5))
+
+
+def test_type_checking_runs_the_originals(monkeypatch):
+    import spmd_types
+
+    monkeypatch.setattr(spmd_types, "is_type_checking", lambda: True)
+    assert fallback_reasons(*qkv(), enable_gqa=True) == ["spmd type checking does not know the fused operators"]
+
+
+def test_names_imported_while_patched_hold_the_originals_afterwards(monkeypatch):
+    import sys
+    import types
+
+    from torchtitan.models.common import attention
+
+    original, late = attention.create_attention_mask, types.ModuleType("torchtitan.late")
+    monkeypatch.setitem(sys.modules, "torchtitan.late", late)
+    with npu_patch.scope("attention"):
+        late.build = attention.create_attention_mask
+        assert late.build is not original
+    assert late.build is original
+
+
+def test_a_module_without_the_names_has_no_targets():
+    import types
+
+    from npu_patch.adapters.torchtitan import attention, norms, rope
+
+    empty = types.ModuleType("torchtitan.models.common.attention")
+    assert [list(adapter.find(empty)) for adapter in (attention, norms, rope)] == [[], [], []]

@@ -116,7 +116,7 @@ def test_status_says_what_each_target_means():
     assert rows["torchtitan.models.common.nn_modules:RMSNorm.forward"].meaning.startswith("fp32")
     assert rows["torchtitan.models.common.rope:ComplexRoPE.forward"].meaning.startswith("interleave")
     assert rows["torchtitan.models.common.rope:CosSinRoPE.forward"].meaning.startswith("half")
-    assert all(row.state == "active" for row in rows.values()), rows
+    assert {row.state for row in rows.values()} <= {"active", "compiled"}, rows
 
 
 @functools.cache

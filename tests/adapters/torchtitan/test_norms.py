@@ -100,6 +100,16 @@ def test_a_tensor_subclass_runs_the_original():
     assert list(reasons) == ["Marked is not a plain tensor"]
 
 
+def test_type_checking_runs_the_original(monkeypatch):
+    import spmd_types
+
+    monkeypatch.setattr(spmd_types, "is_type_checking", lambda: True)
+    with npu_patch.scope("rms_norm"):
+        counts = Counts()
+        norm()(inputs(2, 16))
+        assert counts.take("rms_norm") == (0, {"spmd type checking does not know the fused operators": 1})
+
+
 def test_a_forward_on_the_cpu_runs_the_original():
     module, x = norm().to("cpu"), inputs(2, 16).to("cpu")
     with npu_patch.scope("rms_norm"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 
 import pytest
@@ -289,3 +290,50 @@ def test_yarn_and_llama_scaling_are_in_the_tables():
             result = run(module, q, k, packed_positions((12,), (3, 9)))
         for ours, theirs in zip(result, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_nothing_outlives_the_positions(grad):
+    from npu_patch.adapters.torchtitan import positions as facts
+
+    module, (q, k) = rotary("ComplexRoPE"), pair(torch.bfloat16)
+    with npu_patch.scope("rope"), torch.set_grad_enabled(grad):
+        for kind in ("range", "equal rows", "per sample"):
+            module(q, k, POSITIONS[kind]())
+        gc.collect()
+        before = len(facts._facts._entries)
+        allocated = torch.npu.memory_allocated()
+        for _ in range(20):
+            for kind in ("range", "equal rows", "per sample"):
+                module(q, k, POSITIONS[kind]())
+        gc.collect()
+        assert len(facts._facts._entries) == before
+        assert torch.npu.memory_allocated() == allocated
+
+
+def test_tables_go_with_the_last_module_that_uses_them():
+    from npu_patch.adapters.torchtitan import rope_rows
+
+    gc.collect()
+    before = len(rope_rows._distinct), len(rope_rows._tables._entries)
+    with npu_patch.scope("rope"):
+        for name in ("ComplexRoPE", "CosSinRoPE"):
+            layers, (q, k) = [rotary(name, rows=40, theta=7.0) for _ in range(3)], pair()
+            for layer in layers:
+                layer(q, k, packed_positions((12,), (3, 9)))
+            assert len(rope_rows._distinct) == before[0] + 1
+            del layers, layer
+            gc.collect()
+            assert (len(rope_rows._distinct), len(rope_rows._tables._entries)) == before
+
+
+def test_an_evaluation_before_training_has_no_gradient_missing():
+    module, (q, k) = rotary("ComplexRoPE"), pair(torch.bfloat16)
+    expected = run(module, q, k, POSITIONS["per sample"]())
+    with npu_patch.scope("rope"):
+        positions = POSITIONS["per sample"]()
+        with torch.no_grad():
+            module(q, k, positions)
+        result = run(module, q, k, positions)
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=8e-3, atol=2e-6)
