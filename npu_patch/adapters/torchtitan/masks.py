@@ -47,7 +47,8 @@ def _compiled_builder(function: FunctionType) -> bool:
     if code.co_argcount or code.co_kwonlyargcount or code.co_flags & 0x0C != 0x0C or len(code.co_names) != 1:
         return False
     inner = function.__globals__.get(code.co_names[0])
-    return getattr(inner, "_torchdynamo_orig_callable", None) is create_block_mask
+    # With TORCHDYNAMO_DISABLE=1 torch.compile hands back what it was given.
+    return inner is create_block_mask or getattr(inner, "_torchdynamo_orig_callable", None) is create_block_mask
 
 
 def _makes_mods(factory: Callable[[Tensor], Any]) -> bool:

@@ -473,6 +473,17 @@ def test_names_imported_while_patched_hold_the_originals_afterwards(monkeypatch)
     assert late.build is original
 
 
+def test_the_builders_are_found_with_and_without_a_compiler(monkeypatch):
+    from torchtitan.models.common import attention
+
+    from npu_patch.adapters.torchtitan import masks
+
+    names = {"create_attention_mask", "get_document_mask_mod", "get_efficient_causal_mask_mod_for_packed_document"}
+    assert {target.path for target in masks.find(attention)} == names
+    monkeypatch.setattr(attention, "_compiled_create_block_mask", create_block_mask)
+    assert {target.path for target in masks.find(attention)} == names
+
+
 def test_a_module_without_the_names_has_no_targets():
     import types
 
