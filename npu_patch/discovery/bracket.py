@@ -31,8 +31,7 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # which also switches gradients on
         stack.enter_context(torch.autocast("cpu", enabled=False))
         if dtype is not torch.float32:
             torch.set_default_dtype(torch.float32)
