@@ -142,6 +142,21 @@ OPS: tuple[Op, ...] = (
         ),
         aliases=("npu_fusion_attention", "flash_attention"),
     ),
+    Op(
+        name="swiglu",
+        summary="gated activation of an MLP: silu(gate) * up, gelu(gate) * up",
+        operators=("npu_swiglu", "npu_geglu"),
+        options=(
+            Option("separate", False, "where gate and up are two projections, too: joins their results in training"),
+        ),
+        aliases=("npu_swiglu", "npu_geglu"),
+    ),
+    Op(
+        name="cross_entropy",
+        summary="cross entropy of float32 logits and class indices",
+        operators=("npu_cross_entropy_loss",),
+        aliases=("npu_cross_entropy_loss",),
+    ),
 )
 
 GROUPS: Mapping[str, tuple[str, ...]] = {}
@@ -164,6 +179,8 @@ LIBRARIES: tuple[Library, ...] = (
             "rms_norm": "npu_patch.adapters.transformers.norms:find",
             "rope": "npu_patch.adapters.transformers.rope:find",
             "attention": "npu_patch.adapters.transformers.attention:find",
+            "swiglu": "npu_patch.adapters.transformers.mlp:find",
+            "cross_entropy": "npu_patch.adapters.transformers.loss:find",
         },
     ),
 )

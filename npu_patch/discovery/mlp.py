@@ -60,7 +60,7 @@ class NotGated(NotRecognised):
 
 
 def recognise_activation(function: Callable[[Tensor], Tensor]) -> str | None:
-    """ "silu", "gelu" (erf) or "gelu_tanh", if a function of one tensor equals it in float32 and bfloat16; else None."""
+    """What a function of one tensor equals in float32 and bfloat16: "silu", "gelu" (erf), "gelu_tanh" or None."""
     with quiet():
         x = torch.cat((torch.linspace(-12, 12, 385), torch.tensor([0.0, 1e-4, -1e-4, 1e3, -1e3])))
         try:
@@ -83,7 +83,10 @@ def recognise_gated_mlp(cls: type) -> GatedMeaning:
         NotGated: the forward does not look like that of a gated MLP.
         NotRecognised: it does, and computes something else.
     """
-    forward = plain(vars(cls).get("forward"))
+    try:
+        forward = plain(vars(cls).get("forward"))
+    except NotRecognised as error:
+        raise NotGated(str(error)) from None
     code = forward.__code__
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & 0x2C or not 3 <= len(code.co_names) <= 24:
         raise NotGated("its forward takes more than one tensor")
@@ -303,7 +306,7 @@ def _meaning(run: _Run) -> GatedMeaning:
     if len({*names, *run.later, *(run.activated or ("",))[:1]}) != len(names) + len(run.later) + 1:
         raise NotRecognised("uses one module for two things")
     gates = (run.activated[1],) if run.activated else (0, 1)
-    functions: dict[str | None, Callable[[Tensor], Tensor]] = {None: run.function} if run.activated else {**_ACTIVATIONS}
+    functions: Mapping[Any, Callable[[Tensor], Tensor]] = {None: run.function} if run.activated else _ACTIVATIONS
     for gate in gates:
         for name, function in functions.items():
             if same(run.product, function(sides[gate]) * sides[1 - gate]):

@@ -1,0 +1,118 @@
+"""Cross entropy of class indices, rows of an ignored class left out: `npu_cross_entropy_loss`.
+
+The operator takes a negative ignore_index for "ignore nothing" and has no gradient for a mean with an ignored class, so
+it is asked for the loss of every row, with ignored rows pointed at class 0, and the rows are masked and summed here.
+
+A fused linear cross entropy, which would not write the logits at all, is not offered.  Models compute their logits
+before they call a loss function, and return them, so they would have to be computed all the same; torch_npu's three
+operators for it come and go between wheels, have neither a shape function nor a derivative, and the document of their
+gradient contradicts itself (softmax times the transposed weight).
+
+Source: operator documents torch_npu.npu_cross_entropy_loss (op-plugin), aclnnCrossEntropyLoss and
+aclnnCrossEntropyLossGrad (ops-nn/loss).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
+
+_ROWS = 199_999  # one document says at most 200000, the other less
+
+
+def unsupported(logits: Tensor, target: Tensor) -> str | None:
+    """Why the fused operator cannot take this call, or None.
+
+    Args:
+        logits: (rows, classes).
+        target: (rows,).
+    """
+    if logits.device.type != "npu":
+        return NOT_ON_NPU
+    if transforming():
+        return FUNCTORCH
+    if (type(logits) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES) and (
+        reason := subclass_reason(logits, target)
+    ):
+        return reason
+    if logits.dtype != torch.float32:  # the operator rounds log-probabilities and rows to the dtype of the logits
+        return f"logits of type {dtype_name(logits.dtype)}"
+    if target.dtype != torch.int64:
+        return f"labels of type {dtype_name(target.dtype)}"
+    if target.device != logits.device:
+        return "the labels are on another device"
+    if logits.dim() != 2 or target.dim() != 1 or target.shape[0] != logits.shape[0]:
+        return "logits and labels are not (rows, classes) and (rows,)"
+    if logits.numel() == 0:
+        return "the logits are empty"
+    if logits.shape[0] > _ROWS:
+        return f"more than {_ROWS} rows"
+    return None
+
+
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Sum or mean of `logsumexp(logits) - logits[target]` over the rows whose target is not `ignore_index`.
+
+    Args:
+        logits: (rows, classes), float32.
+        target: (rows,), int64: classes, or `ignore_index`, which may be any number.
+        ignore_index: rows with this target count nothing.
+        reduction: "sum" or "mean"; the mean of no rows is nan.
+
+    Returns:
+        A scalar, float32.
+
+    Raises:
+        RuntimeError: the operator refuses the arguments; ask `unsupported` first.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"reduction {reduction!r} is neither 'sum' nor 'mean'")
+    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), target, ignore_index, reduction == "mean")
+    return loss
+
+
+def _classes(target: Tensor, ignored: Tensor, ignore_index: int) -> Tensor:
+    """The targets, with class 0 for ignored rows."""
+    return target.clamp_min(0) if ignore_index < 0 else target.masked_fill(ignored, 0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the log-probabilities and the targets, as the original does, and no mask of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, mean: bool) -> Tensor:
+        ignored = target == ignore_index
+        rows, log_prob, _, _ = torch.ops.npu.npu_cross_entropy_loss.default(
+            logits, _classes(target, ignored, ignore_index), None, "none"
+        )
+        loss = rows.masked_fill_(ignored, 0.0).sum()  # not multiplied: the loss of an ignored row may be infinite
+        ctx.ignore_index = ignore_index
+        if not mean:
+            ctx.save_for_backward(log_prob, target)
+            return loss
+        count = target.shape[0] - ignored.sum(dtype=torch.float32)
+        ctx.save_for_backward(log_prob, target, count)
+        return loss / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        log_prob, target, *count = ctx.saved_tensors
+        ignored = target == ctx.ignore_index
+        scale = grad / count[0] if count else grad
+        return (
+            torch.ops.npu.npu_cross_entropy_loss_backward.default(
+                scale.expand(target.shape).masked_fill(ignored, 0.0),
+                log_prob,
+                _classes(target, ignored, ctx.ignore_index),
+                reduction="none",
+            ),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,76 @@
+"""Gated activations of the two halves of one tensor: `npu_swiglu` and `npu_geglu`.
+
+Both compute in float32; the originals round the activated half before they multiply. Neither keeps more for the
+backward pass than the originals: swiglu its input, geglu its input and the activated half.
+
+Source: operator documents torch_npu.npu_swiglu and torch_npu.npu_geglu (op-plugin).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ._guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""silu(x); gelu(x) with the error function; gelu(x) with tanh."""
+
+
+def unavailable(x: Tensor) -> str | None:
+    """Why no operator can be used where x is about to be projected, or None."""
+    if x.device.type != "npu":
+        return NOT_ON_NPU
+    if transforming():
+        return FUNCTORCH
+    return None if type(x) in PLAIN_TYPES else subclass_reason(x)
+
+
+def unsupported(x: Tensor, activation: str, gate: int = 0) -> str | None:
+    """Why the fused operator cannot take this call, or None.
+
+    Args:
+        x: (..., 2 * size), gate and up beside each other.
+        activation: one of `ACTIVATIONS`.
+        gate: the half that is activated: 0 or 1.
+    """
+    if x.device.type != "npu":
+        return NOT_ON_NPU
+    if transforming():
+        return FUNCTORCH
+    if type(x) not in PLAIN_TYPES and (reason := subclass_reason(x)):
+        return reason
+    if x.dtype not in FLOATS:
+        return f"projections of type {dtype_name(x.dtype)}"
+    if not 1 <= x.dim() <= 8:
+        return "the projections have no dimension or more than 8"
+    if x.numel() == 0:
+        return "the projections are empty"
+    if x.shape[-1] % 2:
+        return "the projections have no two halves"
+    if not x.is_contiguous():  # a copy would cost more than the operator saves
+        return "the projections are not contiguous"
+    if activation == "silu":
+        return None if gate == 0 else "npu_swiglu activates the first half"
+    # The shape function of npu_geglu_grad takes no defaults and promises two results for one.
+    return "npu_geglu cannot be differentiated under torch.compile" if is_compiling() else None
+
+
+def gated(x: Tensor, activation: str, gate: int = 0) -> Tensor:
+    """`activation(gate) * up` of the two halves of the last dimension.
+
+    Args:
+        x: (..., 2 * size), float16, bfloat16 or float32, contiguous.
+        activation: one of `ACTIVATIONS`.
+        gate: the half that is activated: 0 or 1.
+
+    Returns:
+        (..., size), in the dtype of x.
+
+    Raises:
+        RuntimeError: the operator refuses the arguments; ask `unsupported` first.
+    """
+    if activation == "silu":
+        return torch.ops.npu.npu_swiglu.default(x, -1)
+    return torch.ops.npu.npu_geglu.default(x, -1, int(activation == "gelu_tanh"), gate == 0)[0]
