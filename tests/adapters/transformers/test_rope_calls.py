@@ -128,6 +128,20 @@ def test_calls_that_the_operator_cannot_take_run_the_original(changes, reason):
         assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
+@pytest.mark.parametrize("width", [16, 8])
+def test_tables_without_a_batch_behave_as_in_the_original(width):
+    forward, site, original = patched(rope.find, "apply_rotary_pos_emb", functions.half)
+    q, k = (values((2, 6, 6, 16), torch.float32, i) for i in (1, 2))
+    cos, sin = (t[0] for t in tables(width))
+    if width == 16:
+        assert all(torch.equal(a, b) for a, b in zip(forward(q, k, cos, sin), original(q, k, cos, sin), strict=True))
+    else:
+        for function in (forward, original):
+            with pytest.raises(RuntimeError):
+                function(q, k, cos, sin)
+    assert (site.hits, len(site.fallbacks)) == (0, 1)
+
+
 def test_position_ids_run_the_original():
     forward, site, original = patched(rope.find, "apply_rotary_pos_emb", functions.half_with_positions)
     q, k = (values((2, 4, 6, 16), torch.float32, i) for i in (1, 2))
