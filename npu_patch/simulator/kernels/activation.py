@@ -37,8 +37,7 @@ def npu_swiglu_backward(call: Call, grad_output: Tensor, input: Tensor, dim: int
     return torch.cat((dgate, grad * gate * sigmoid), dim).to(input.dtype)
 
 
-def _gelu(x: Tensor, approximate: int) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh" if approximate == 1 else "none")
+_APPROXIMATIONS = ("none", "tanh")
 
 
 def _check_geglu(call: Call, input: Tensor, dim: int, approximate: int) -> None:
@@ -55,7 +54,7 @@ def npu_geglu(call: Call, input: Tensor, dim: int, approximate: int, activate_le
     _check_geglu(call, input, dim, approximate)
     left, right = input.chunk(2, dim)
     gate, up = (left, right) if activate_left else (right, left)
-    gelu = _gelu(gate.float(), approximate).to(input.dtype)
+    gelu = torch.nn.functional.gelu(gate.float(), approximate=_APPROXIMATIONS[approximate]).to(input.dtype)
     return (gelu.float() * up.float()).to(input.dtype), gelu
 
 
@@ -70,8 +69,6 @@ def npu_geglu_grad(
     left, right = input.float().chunk(2, dim)
     gate, up = (left, right) if activate_left else (right, left)
     grad = grad_output.float()
-    with torch.enable_grad():
-        wide = gate.detach().requires_grad_()
-        (dgate,) = torch.autograd.grad(_gelu(wide, approximate), wide, grad * up)
+    dgate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=_APPROXIMATIONS[approximate])
     dup = grad * gelu.float()
     return torch.cat((dgate, dup) if activate_left else (dup, dgate), dim).to(input.dtype)
