@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .tools import doctor
 
         return doctor.main()
+    if chosen.action == "coverage":
+        return _coverage(chosen)
     parser.print_help(sys.stderr)
     return 2
 
@@ -72,6 +74,12 @@ def _parser() -> _Parser:
     run.add_argument("--simulate", metavar="N[:SOC]", help="simulate N Ascend NPUs; without a value 1")
     run.add_argument("--strict", action="store_true", help="a fallback to the original is an error")
     run.add_argument("--report", metavar="DIR", help="keep the processes' reports and the merged one in this folder")
+    coverage = actions.add_parser(
+        "coverage", help="show what of the installed model libraries is recognised, as what, and what is not and why"
+    )
+    coverage.add_argument("--library", metavar="L", help="torchtitan or transformers; default: all installed ones")
+    coverage.add_argument("--model", metavar="NAME", help="one model, by its folder: names instead of counts")
+    coverage.add_argument("--json", action="store_true", help="as JSON, one object per candidate")
     actions.add_parser("doctor", help="say whether and why npu_patch can or cannot work here")
     return parser
 
@@ -113,6 +121,16 @@ def _run(chosen: argparse.Namespace, command: list[str]) -> int:
         return launcher.run(request)
     except launcher.UsageError as error:
         sys.stderr.write(f"{PROGRAM} run: {error}\n")
+        return 2
+
+
+def _coverage(chosen: argparse.Namespace) -> int:
+    from .tools import coverage
+
+    try:
+        return coverage.main(chosen.library, chosen.model, chosen.json)
+    except coverage.UsageError as error:
+        sys.stderr.write(f"{PROGRAM} coverage: {error}\n")
         return 2
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 
 LIBRARY = "transformers"
 ATTENTION_REGISTRY = "transformers.modeling_utils"
+MASKS = "transformers.masking_utils"
 LOSSES = "transformers.loss.loss_utils"
+_NOT_TORCH = ("modeling_tf_", "modeling_flax_")
 
 
 def modules() -> list[str]:
-    """Full names of the modules to look at: registry, losses and every model's, found without importing any."""
+    """Full names of the modules to look at: masks, registry, losses, every model's, found without importing any."""
     spec = importlib.util.find_spec(LIBRARY)
     folders = spec.submodule_search_locations if spec is not None else None
-    names = [ATTENTION_REGISTRY, LOSSES]
+    names = [MASKS, ATTENTION_REGISTRY, LOSSES]
     for folder in folders or ():
-        files = Path(folder, "models").glob("*/modeling_*.py")
+        files = [
+            file for file in Path(folder, "models").glob("*/modeling_*.py") if not file.stem.startswith(_NOT_TORCH)
+        ]
         names += sorted(f"{LIBRARY}.models.{file.parent.name}.{file.stem}" for file in files)
     return names
