@@ -7,15 +7,17 @@ aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2 to V5 (ops-trans
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ._guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
 from .availability import is_ascend950, schema_has
-from .masks import Mask
+from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, dtype_name, keep, subclass_reason, transforming
+from .masks import Mask, MaskFacts, TensorFacts
+from .verdicts import Verdicts
 
 __all__ = ["SAVE_OPS", "Mask", "attention", "unsupported"]
 
@@ -37,24 +39,57 @@ def unsupported(
     return_lse: bool = False,
 ) -> str | None:
     """Why the fused operator cannot take this call, or None.  The arguments are those of `attention`."""
-    if query.device.type != "npu":
-        return NOT_ON_NPU
+    plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
+    if not plain and (reason := subclass_reason(query, key, value)):
+        return reason
     if transforming():
         return FUNCTORCH
     if dropout != 0.0:
         return "dropout"  # its random numbers are not the original's
-    for tensor in (query, key, value, mask.hidden, mask.bias, sinks):
-        if tensor is not None and type(tensor) not in PLAIN_TYPES and (reason := subclass_reason(tensor)):
-            return reason
-    dtype = query.dtype
+    dtype, device = query.dtype, query.device
+    if key.dtype is not dtype or value.dtype is not dtype:
+        return "query, key and value differ in type"
+    if key.device != device or value.device != device:
+        return "key or value is on another device"
+    biased = None if mask.bias is None or scale is None else float(scale)
+    if is_compiling():
+        reason = _compiling_reason() or judge(
+            query.shape, key.shape, value.shape, dtype, device, layout, mask.describe(), biased
+        )
+    elif plain:
+        reason = _verdicts[query.shape, key.shape, value.shape, dtype, device, layout, mask.facts, biased]
+    else:
+        reason = judge(query.shape, key.shape, value.shape, dtype, device, layout, mask.facts, biased)
+    if reason is None and sinks is not None:
+        reason = _sinks_reason(sinks, _sizes(query.shape, layout)[1])
+    if reason is None and return_lse:
+        reason = _lse_reason(query, key, layout)
+    return reason
+
+
+def judge(
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str,
+    mask: MaskFacts,
+    scale: float | None,
+) -> str | None:
+    """`unsupported` for a query, key and value of these shapes, of one dtype and on one device.
+
+    Args:
+        scale: counts where the mask has a bias.
+    """
+    if device.type != "npu":
+        return NOT_ON_NPU
+    if mask.subclass is not None:
+        return mask.subclass
     if dtype not in FLOATS:
         return f"query of type {dtype_name(dtype)}"
-    if key.dtype != dtype or value.dtype != dtype:
-        return "query, key and value differ in type"
-    if key.device.type != "npu" or value.device.type != "npu":
-        return "key or value is not on an NPU"
     rank = 3 if layout == "TND" else 4
-    if query.dim() != rank or key.dim() != rank or value.dim() != rank:
+    if len(query) != rank or len(key) != rank or len(value) != rank:
         return f"query, key and value are not {rank}-D"
     batch, heads, q_len, size = _sizes(query, layout)
     kv_batch, kv_heads, kv_len, key_size = _sizes(key, layout)
@@ -75,39 +110,42 @@ def unsupported(
         return "more than 256 heads"
     if q_len > _MAX_LENGTH or kv_len > _MAX_LENGTH or batch > _MAX_BATCH:
         return "sequence or batch beyond the operator's limit"
-    if is_compiling():
-        if not schema_has("npu_fusion_attention_v3"):
-            return "torch.compile needs npu_fusion_attention_v3"
-        if is_ascend950():
-            return "torch.compile needs npu_fusion_attention_v3, which Ascend950 lacks"
-    if sinks is not None and (reason := _sinks_reason(sinks, heads)):
-        return reason
-    if return_lse and (reason := _lse_reason(query, key, layout)):
-        return reason
     if (layout == "TND") != (mask.kind == "documents"):
         return "packed documents need the TND layout, and TND needs documents"
     if mask.kind == "documents":
         return _documents_reason(mask, q_len, kv_len)
-    if mask.kind == "dense" and (reason := _dense_reason(mask, batch, heads, q_len, kv_len)):
+    if mask.kind == "dense" and (reason := _dense_reason(mask.hidden, batch, heads, q_len, kv_len)):
         return reason
     if mask.bias is not None:
         return _bias_reason(mask.bias, dtype, size**-0.5 if scale is None else scale, batch, heads, q_len, kv_len)
     return None
 
 
-def _sizes(tensor: Tensor, layout: str) -> tuple[int, int, int, int]:
+_verdicts = Verdicts(judge)
+
+
+def _compiling_reason() -> str | None:
+    if not schema_has("npu_fusion_attention_v3"):
+        return "torch.compile needs npu_fusion_attention_v3"
+    if is_ascend950():
+        return "torch.compile needs npu_fusion_attention_v3, which Ascend950 lacks"
+    return None
+
+
+def _sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int, int]:
     """Batch (1 in TND), heads, length and head size."""
-    shape = tensor.shape
-    if layout == "BNSD":
-        return shape[0], shape[1], shape[2], shape[3]
     if layout == "BSND":
         return shape[0], shape[2], shape[1], shape[3]
+    if layout == "BNSD":
+        return shape[0], shape[1], shape[2], shape[3]
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
     raise ValueError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}")
 
 
 def _sinks_reason(sinks: Tensor, heads: int) -> str | None:
+    if reason := subclass_reason(sinks):
+        return reason
     if not schema_has("npu_fusion_attention", "sink"):
         return "this torch_npu has no attention sinks"
     if is_ascend950():
@@ -126,20 +164,19 @@ def _lse_reason(query: Tensor, key: Tensor, layout: str) -> str | None:
     return None
 
 
-def _documents_reason(mask: Mask, q_len: int, kv_len: int) -> str | None:
+def _documents_reason(mask: MaskFacts, q_len: int, kv_len: int) -> str | None:
     if mask.bias is not None:
         return "a bias on packed documents"
-    if len(mask.q_ends) > _MAX_DOCUMENTS:
+    if mask.documents > _MAX_DOCUMENTS:
         return "more than 1024 documents"
-    if mask.q_ends[-1] != q_len or mask.kv_ends[-1] != kv_len:
+    if mask.ends != (q_len, kv_len):
         return "the document ends are not the packed length"
     if mask.may_hide_rows:
         return "a query without a visible key in packed documents"
     return None
 
 
-def _dense_reason(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> str | None:
-    hidden = mask.hidden
+def _dense_reason(hidden: TensorFacts | None, batch: int, heads: int, q_len: int, kv_len: int) -> str | None:
     if hidden is None or hidden.dtype != torch.bool or hidden.device.type != "npu":
         return "the dense mask is not a bool tensor on the NPU"
     shape = hidden.shape
@@ -151,9 +188,9 @@ def _dense_reason(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int) -
 
 
 def _bias_reason(
-    bias: Tensor, dtype: torch.dtype, scale: float, batch: int, heads: int, q_len: int, kv_len: int
+    bias: TensorFacts, dtype: torch.dtype, scale: float, batch: int, heads: int, q_len: int, kv_len: int
 ) -> str | None:
-    if bias.device.type != "npu" or bias.dim() != 4:
+    if bias.device.type != "npu" or len(bias.shape) != 4:
         return "the bias is not a 4-D tensor on the NPU"
     for size, own in zip((batch, heads, q_len, kv_len), bias.shape, strict=True):
         if own != size and own != 1:
@@ -203,10 +240,10 @@ def attention(
     """
     if dropout != 0.0:
         raise ValueError("the fused attention has no dropout")
-    _, heads, q_len, size = _sizes(query, layout)
+    _, heads, q_len, size = _sizes(query.shape, layout)
     if scale is None:
         scale = size**-0.5
-    kv_len = _sizes(key, layout)[2]
+    kv_len = key.shape[2 if layout == "BNSD" else 1 if layout == "BSND" else 0]
     options = _mask_options(mask, query, q_len, kv_len)
     if mask.bias is not None:
         options["pse"] = _pse(mask.bias, scale, heads, q_len, kv_len)
@@ -215,9 +252,10 @@ def attention(
     if return_lse and layout == "TND":
         options["softmax_layout"] = "TND"  # the default is data ordered (N, T, 8) in a (T, N, 8) tensor
     operator = torch.ops.npu.npu_fusion_attention_v3 if is_compiling() else torch.ops.npu.npu_fusion_attention
-    output, maximum, total, *_ = operator.default(query, key, value, heads, layout, scale=scale, **options)
+    results = operator.default(query, key, value, heads, layout, scale=scale, **options)
     if not return_lse:
-        return output
+        return results[0]
+    output, maximum, total = results[:3]
     # Both statistics hold one number eight times.
     return output, (maximum[..., 0] + total[..., 0].log()).detach()
 

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .guards import subclass_reason
+
 ALIGNMENTS = ("lower_right", "upper_left")
+
+
+class TensorFacts(NamedTuple):
+    """What can be asked of a tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorFacts:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+
+class MaskFacts(NamedTuple):
+    """What the fused operator asks of a mask, in values that compare; `subclass` says why a tensor is no plain one."""
+
+    kind: str
+    subclass: str | None = None
+    hidden: TensorFacts | None = None
+    bias: TensorFacts | None = None
+    documents: int = 0
+    ends: tuple[int, int] = (0, 0)
+    may_hide_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +55,24 @@ class Mask:
     kv_ends: tuple[int, ...] = ()
     is_causal: bool = False
     bias: Tensor | None = None
+
+    def describe(self) -> MaskFacts:
+        """The facts about this mask, as they are now."""
+        hidden, bias = self.hidden, self.bias
+        return MaskFacts(
+            self.kind,
+            subclass_reason(*(tensor for tensor in (hidden, bias) if tensor is not None)),
+            None if hidden is None else TensorFacts.of(hidden),
+            None if bias is None else TensorFacts.of(bias),
+            len(self.q_ends),
+            (self.q_ends[-1], self.kv_ends[-1]) if self.q_ends else (0, 0),
+            self.may_hide_rows,
+        )
+
+    @cached_property
+    def facts(self) -> MaskFacts:
+        """The same, found once; not while torch.compile traces."""
+        return self.describe()
 
     @staticmethod
     def full() -> Mask:

@@ -5,11 +5,14 @@ Source: operator documents torch_npu.npu_rms_norm (op-plugin) and aclnnRmsNorm (
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ._guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
+from .guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
+from .verdicts import Verdicts
 
 # (input, gamma) pairs of the operator document, the same for A2, A3 and 950.
 _DTYPES = frozenset(
@@ -22,6 +25,7 @@ _DTYPES = frozenset(
     )
 )
 _X_DTYPES = frozenset(x for x, _ in _DTYPES)
+_WEIGHTS = PLAIN_TYPES | {type(None)}
 
 _ones: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
@@ -35,35 +39,52 @@ def unsupported(x: Tensor, weight: Tensor | None) -> str | None:
         x: (..., size).
         weight: (size,), or None.
     """
-    if x.device.type != "npu":
-        return NOT_ON_NPU
+    plain = type(x) is Tensor and type(weight) in _WEIGHTS
+    if not plain and (reason := subclass_reason(x) or (None if weight is None else subclass_reason(weight))):
+        return reason
     if transforming():
         return FUNCTORCH
-    if type(x) not in PLAIN_TYPES and (reason := subclass_reason(x)):
-        return reason
-    shape = x.shape
+    device = x.device
+    facts: tuple[Any, ...]
     if weight is None:
-        if x.dtype not in _X_DTYPES:
-            return f"input of type {dtype_name(x.dtype)}"
+        facts = (x.shape, x.dtype, device, None, None)
+    elif weight.device != device:
+        return "the weight is on another device"
     else:
-        if type(weight) not in PLAIN_TYPES and (reason := subclass_reason(weight)):
-            return reason
-        if (x.dtype, weight.dtype) not in _DTYPES:
-            return f"input of type {dtype_name(x.dtype)} with a weight of type {dtype_name(weight.dtype)}"
-        if weight.dim() != 1:
+        facts = (x.shape, x.dtype, device, weight.shape, weight.dtype)
+    return _verdicts[facts] if plain and not is_compiling() else _judge(*facts)
+
+
+def _judge(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_shape: torch.Size | None,
+    weight_dtype: torch.dtype | None,
+) -> str | None:
+    if device.type != "npu":
+        return NOT_ON_NPU
+    if weight_shape is None or weight_dtype is None:
+        if dtype not in _X_DTYPES:
+            return f"input of type {dtype_name(dtype)}"
+    else:
+        if (dtype, weight_dtype) not in _DTYPES:
+            return f"input of type {dtype_name(dtype)} with a weight of type {dtype_name(weight_dtype)}"
+        if len(weight_shape) != 1:
             return "the weight is not one-dimensional"
-        size = weight.shape[0]
+        size = weight_shape[0]
         if size == 0:  # ZeRO-3 leaves an empty shell of a partitioned parameter
             return "the weight is empty"
         if not shape or size != shape[-1]:
             return "the weight's size is not the input's last size"
-        if weight.device.type != "npu":
-            return "the weight is not on an NPU"
     if not 1 <= len(shape) <= 8:
         return "the input has no dimension or more than 8"
-    if x.numel() == 0:  # taken by the forward operator, not mentioned for the backward one
+    if 0 in shape:  # taken by the forward operator, not mentioned for the backward one
         return "the input is empty"
     return None
+
+
+_verdicts = Verdicts(_judge)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

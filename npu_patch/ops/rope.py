@@ -8,15 +8,18 @@ Source: operator documents torch_npu.npu_rotary_mul (op-plugin) and aclnnRotaryP
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ._guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
 from .availability import is_ascend950
+from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, dtype_name, subclass_reason, transforming
+from .per_tensor import Derived
+from .verdicts import Verdicts
 
 MODES = ("half", "interleave")
 
@@ -29,35 +32,48 @@ def unsupported(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> str | None:
         cos, sin: as many dimensions as x, each of its size or 1, the last one D; in the dtype of x.
         mode: "half" or "interleave".
     """
-    if x.device.type != "npu":
-        return NOT_ON_NPU
-    if transforming():
-        return FUNCTORCH
     plain = type(x) is Tensor and type(cos) is Tensor and type(sin) is Tensor
     if not plain and (reason := subclass_reason(x, cos, sin)):
         return reason
-    dtype = x.dtype
+    if transforming():
+        return FUNCTORCH
+    dtype, device, table = x.dtype, x.device, cos.shape
+    if cos.dtype is not dtype or sin.dtype is not dtype:
+        return "the tables are not in the input's type"  # torch_npu would round them silently
+    if cos.device != device or sin.device != device:
+        return "the tables are on another device"
+    if sin.shape != table:
+        return "cos and sin differ in shape"
+    learned = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
+    if is_compiling():
+        return judge(x.shape, table, dtype, device, mode, learned)
+    facts = (x.shape, table, dtype, device, mode, learned)
+    return _verdicts[facts] if plain else judge(*facts)
+
+
+def judge(
+    shape: Sequence[int], table: Sequence[int], dtype: torch.dtype, device: torch.device, mode: str, learned: bool
+) -> str | None:
+    """`unsupported` for an input and tables of these shapes, of one dtype and on one device.
+
+    Args:
+        learned: the tables get a gradient.
+    """
+    if device.type != "npu":
+        return NOT_ON_NPU
     if dtype not in FLOATS:
         return f"input of type {dtype_name(dtype)}"
-    if cos.dtype != dtype or sin.dtype != dtype:
-        return "the tables are not in the input's type"  # torch_npu would round them silently
     if mode not in MODES:
         return f"rotary mode {mode}"
-    if cos.device.type != "npu" or sin.device.type != "npu":
-        return "the tables are not on an NPU"
-    shape, table = x.shape, cos.shape
     if len(shape) not in (3, 4) or len(table) != len(shape):
         return "the input and the tables are not both 3-D or both 4-D"
-    if table != sin.shape:
-        return "cos and sin differ in shape"
     size = shape[-1]
     if table[-1] != size:
         return "the tables' last size is not the input's"
     if size % 2:
         return "odd head size"
-    if x.numel() == 0:
+    if 0 in shape:
         return "the input is empty"
-    learned = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
     if learned and is_compiling():
         return "gradient to the tables under torch.compile"  # traced, torch_npu leaves it uninitialised
     if is_ascend950():
@@ -65,7 +81,10 @@ def unsupported(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> str | None:
     return _limits(shape, table, mode, learned)
 
 
-def _limits_950(shape: torch.Size, table: torch.Size) -> str | None:
+_verdicts = Verdicts(judge)
+
+
+def _limits_950(shape: Sequence[int], table: Sequence[int]) -> str | None:
     if shape[-1] > 1024:
         return "head size above 1024"
     for size, own in zip(shape, table, strict=True):
@@ -74,7 +93,7 @@ def _limits_950(shape: torch.Size, table: torch.Size) -> str | None:
     return None
 
 
-def _limits(shape: torch.Size, table: torch.Size, mode: str, learned: bool) -> str | None:
+def _limits(shape: Sequence[int], table: Sequence[int], mode: str, learned: bool) -> str | None:
     """Limits of A2 and A3.  `rotate` presents (B, N, S, D) as (B, S, N, D), so only the limits of the latter count."""
     if shape[-1] >= 896:
         return "head size of 896 or above"
@@ -117,14 +136,18 @@ def _limits(shape: torch.Size, table: torch.Size, mode: str, learned: bool) -> s
     return None
 
 
-def _is_bnsd(shape: torch.Size, table: torch.Size) -> bool:
+def _is_bnsd(shape: Sequence[int], table: Sequence[int]) -> bool:
     """True for (B, N, S, D) with a table shared by the heads."""
     return len(shape) == 4 and table[1] == 1 and table[2] == shape[2] and (shape[1] != 1 or shape[2] != 1)
 
 
 def needs_adjoint(*tensors: Tensor) -> bool:
     """True when `rotate` of one of the tensors will record a backward, which needs `adjoint_sine`."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def _exchanged(sin: Tensor, mode: str) -> Tensor:
@@ -134,8 +157,7 @@ def _exchanged(sin: Tensor, mode: str) -> Tensor:
     return sin.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).neg()
 
 
-# (id of the table, mode) -> (weak reference to the table, its state, the adjoint)
-_adjoints: dict[tuple[int, str], tuple[weakref.ref[Tensor], tuple[int, int], Tensor]] = {}
+_adjoints = {mode: Derived(partial(_exchanged, mode=mode)) for mode in MODES}
 
 
 def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
@@ -148,19 +170,7 @@ def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
         sin: (..., D).
         mode: "half" or "interleave".
     """
-    if is_compiling() or type(sin) not in PLAIN_TYPES or sin.is_inference():
-        return _exchanged(sin, mode)
-    key = (id(sin), mode)
-    state = (sin._version, sin.data_ptr())  # assignment to .data does not count as a version
-    entry = _adjoints.get(key)
-    if entry is not None and entry[1] == state and entry[0]() is sin:
-        return entry[2]
-    with torch.inference_mode(False), torch.no_grad():
-        adjoint = _exchanged(sin, mode)
-    if keep(adjoint):
-        # The table's death removes the entry before its id can be given to another object; dict operations are atomic.
-        _adjoints[key] = (weakref.ref(sin, lambda _: _adjoints.pop(key, None)), state, adjoint)
-    return adjoint
+    return _adjoints[mode](sin)
 
 
 def _rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:

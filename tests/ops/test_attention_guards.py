@@ -36,7 +36,7 @@ REFUSED = {
     "query, key and value differ in type": lambda: call(
         t(1, 2, 3, 8), t(1, 2, 3, 8), t(1, 2, 3, 8, dtype=torch.bfloat16)
     ),
-    "key or value is not on an NPU": lambda: call(t(1, 2, 3, 8), t(1, 2, 3, 8).cpu(), t(1, 2, 3, 8)),
+    "key or value is on another device": lambda: call(t(1, 2, 3, 8), t(1, 2, 3, 8).cpu(), t(1, 2, 3, 8)),
     "query, key and value are not 4-D": lambda: same(2, 3, 8),
     "query, key and value are not 3-D": lambda: same(1, 2, 3, 8, layout="TND", mask=Mask.documents((3,), (3,))),
     "key and value do not fit together or to the query": lambda: call(t(2, 2, 3, 8), t(1, 2, 3, 8), t(1, 2, 3, 8)),

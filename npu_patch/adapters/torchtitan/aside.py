@@ -1,18 +1,14 @@
-"""Work on the side of a forward: made once, remembered per tensor, unseen by autograd and activation checkpointing."""
+"""Work on the side of a forward, unseen by autograd and activation checkpointing."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoint
-from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
-
-Value = TypeVar("Value")
 
 _CHECKPOINT_MODES: tuple[type, ...] = tuple(
     mode
@@ -57,54 +53,3 @@ def _replace(count: int, modes: list[Any]) -> None:
         dispatch._pop_mode()
     for mode in modes:
         dispatch._push_mode(mode)
-
-
-class PerTensor(Generic[Value]):
-    """Remembers a value for a tensor as long as the tensor object lives and its content is the same.
-
-    The content is the same while storage and version counter are; writes that PyTorch itself hides from the version
-    counter (through `.data`) go unseen here as they do in autograd.  Inference tensors have no version counter: nothing
-    is remembered for them.
-
-    Another tensor object over the same memory finds the value too while the first one is alive and unchanged: with
-    saved-tensor hooks, activation checkpointing hands such aliases to the forward that it runs again.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, _Entry[Value]] = {}
-
-    def get(self, tensor: Tensor) -> Value | None:
-        if tensor.is_inference():
-            return None
-        entry = self._entries.get(id(tensor))
-        if entry is not None and entry.tensor() is tensor:
-            return entry.value if entry.unchanged(tensor) else None
-        for entry in list(self._entries.values()):
-            first = entry.tensor()
-            if first is not None and entry.unchanged(first) and _place(first) == _place(tensor):
-                return entry.value
-        return None
-
-    def put(self, tensor: Tensor, value: Value) -> Value:
-        if type(tensor) is Tensor and not tensor.is_inference():
-            key, entries = id(tensor), self._entries
-            # The tensor's death removes the entry before its id can be given to another object; dict operations are
-            # atomic.
-            reference = weakref.ref(tensor, lambda _: entries.pop(key, None))
-            entries[key] = _Entry(reference, tensor._version, tensor.data_ptr(), value)
-        return value
-
-
-class _Entry(Generic[Value]):
-    __slots__ = ("pointer", "tensor", "value", "version")
-
-    def __init__(self, tensor: weakref.ref[Tensor], version: int, pointer: int, value: Value) -> None:
-        self.tensor, self.version, self.pointer, self.value = tensor, version, pointer, value
-
-    def unchanged(self, tensor: Tensor) -> bool:
-        return tensor._version == self.version and tensor.data_ptr() == self.pointer
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where and how the tensor lies in memory."""
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ...discovery.bracket import NotRecognised, quiet, same
 from ...ops import attention as op
-from ...ops._guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
 from ...ops.attention import Mask
+from ...ops.guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import masks

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops._guards import transforming
-from .aside import PerTensor, aside
+from ...ops.guards import transforming
+from ...ops.per_tensor import PerTensor
+from .aside import aside
 
 
 @dataclass(eq=False)
@@ -38,7 +39,7 @@ class Facts:
     ready: dict[Any, Any] = field(default_factory=dict)
 
 
-_facts: PerTensor[Facts] = PerTensor()
+_facts: PerTensor[Facts] = PerTensor(aliases=True)
 
 
 def facts(positions: Tensor) -> Facts | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ...ops import rope as op
-from ...ops._guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
+from ...ops.guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from .rope_meaning import NotRecognised, recognise_forward, recognise_rotation

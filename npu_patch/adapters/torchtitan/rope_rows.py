@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...ops import rope as op
-from ...ops._guards import keep
-from .aside import PerTensor, aside
+from ...ops.guards import keep
+from ...ops.per_tensor import PerTensor
+from .aside import aside
 from .positions import Facts, facts
 from .rope_meaning import FULL_WIDTH
 
@@ -62,7 +63,7 @@ class Rows:
         return self._adjoint
 
 
-_tables: PerTensor[Tables] = PerTensor()
+_tables: PerTensor[Tables] = PerTensor(aliases=True)
 _distinct: weakref.WeakSet[Tables] = weakref.WeakSet()
 
 
@@ -141,7 +142,7 @@ def _gathered(tables: Tables, positions: Tensor, known: Facts) -> Rows:
     return rows
 
 
-_given: PerTensor[Rows] = PerTensor()
+_given: PerTensor[Rows] = PerTensor(aliases=True)
 
 
 def given_rows(rope_cache: Tensor, mode: str) -> Rows:

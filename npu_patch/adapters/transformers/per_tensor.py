@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...ops._guards import keep
+from ...ops.guards import keep
 
 
 class PerTensor:

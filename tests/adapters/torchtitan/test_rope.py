@@ -301,13 +301,13 @@ def test_nothing_outlives_the_positions(grad):
         for kind in ("range", "equal rows", "per sample"):
             module(q, k, POSITIONS[kind]())
         gc.collect()
-        before = len(facts._facts._entries)
+        before = len(facts._facts)
         allocated = torch.npu.memory_allocated()
         for _ in range(20):
             for kind in ("range", "equal rows", "per sample"):
                 module(q, k, POSITIONS[kind]())
         gc.collect()
-        assert len(facts._facts._entries) == before
+        assert len(facts._facts) == before
         assert torch.npu.memory_allocated() == allocated
 
 
@@ -315,7 +315,7 @@ def test_tables_go_with_the_last_module_that_uses_them():
     from npu_patch.adapters.torchtitan import rope_rows
 
     gc.collect()
-    before = len(rope_rows._distinct), len(rope_rows._tables._entries)
+    before = len(rope_rows._distinct), len(rope_rows._tables)
     with npu_patch.scope("rope"):
         for name in ("ComplexRoPE", "CosSinRoPE"):
             layers, (q, k) = [rotary(name, rows=40, theta=7.0) for _ in range(3)], pair()
@@ -324,7 +324,7 @@ def test_tables_go_with_the_last_module_that_uses_them():
             assert len(rope_rows._distinct) == before[0] + 1
             del layers, layer
             gc.collect()
-            assert (len(rope_rows._distinct), len(rope_rows._tables._entries)) == before
+            assert (len(rope_rows._distinct), len(rope_rows._tables)) == before
 
 
 def test_an_evaluation_before_training_has_no_gradient_missing():
