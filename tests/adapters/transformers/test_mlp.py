@@ -116,3 +116,19 @@ def test_option_separate_reaches_models():
             npu_patch.configure("swiglu", separate=False)
         assert npu_patch.status().hits("swiglu") == before + 2
     assert_same_training(stock, patched)
+
+
+def test_a_model_compiles_into_one_graph_with_the_operators():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    built, ids = tiny.any_model("phi3", **PACKED["phi3"]), tiny.tokens()
+    stock = tiny.step(built, ids)
+    counter = CompileCounterWithBackend("aot_eager")
+    with npu_patch.scope("swiglu", "cross_entropy"):
+        patched = tiny.step(torch.compile(built, backend=counter, fullgraph=True), ids)
+        states = {row.op: row.state for row in npu_patch.status() if row.state == "compiled"}
+    assert counter.frame_count == 1
+    assert states == {"swiglu": "compiled", "cross_entropy": "compiled"}
+    (graph,) = counter.graphs
+    assert sum(node.target is torch.ops.npu.npu_swiglu.default for node in graph.graph.nodes) == 2
+    assert_same_training(stock, patched)
