@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .availability import is_ascend950
 from .guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
 
 _ROWS = 199_999  # one document says at most 200000, the other less
@@ -40,6 +41,8 @@ def unsupported(logits: Tensor, target: Tensor) -> str | None:
         reason := subclass_reason(logits, target)
     ):
         return reason
+    if is_ascend950():  # in some documents it is supported there, in others not
+        return "npu_cross_entropy_loss is not documented for Ascend950"
     if logits.dtype != torch.float32:  # the operator rounds log-probabilities and rows to the dtype of the logits
         return f"logits of type {dtype_name(logits.dtype)}"
     if target.dtype != torch.int64:

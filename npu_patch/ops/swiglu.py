@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .availability import is_ascend950
 from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -53,6 +54,8 @@ def unsupported(x: Tensor, activation: str, gate: int = 0) -> str | None:
         return "the projections are not contiguous"
     if activation == "silu":
         return None if gate == 0 else "npu_swiglu activates the first half"
+    if is_ascend950():
+        return "npu_geglu is not documented for Ascend950"
     # The shape function of npu_geglu_grad takes no defaults and promises two results for one.
     return "npu_geglu cannot be differentiated under torch.compile" if is_compiling() else None
 

@@ -44,6 +44,9 @@ ROTARY_HEADS = 999
 ROTARY_INTERLEAVE_BATCH_HEADS = 999
 ROTARY_TABLE_GRADIENT_BATCH_HEADS = 1024
 
+# npu_geglu, npu_cross_entropy_loss: the chips that their documents name
+NOT_ON_950 = ("Ascend950",)
+
 # npu_cross_entropy_loss
 CROSS_ENTROPY_ROWS = 199999
 

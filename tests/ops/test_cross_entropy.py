@@ -215,3 +215,9 @@ def test_without_a_gradient_nothing_is_kept():
         loss = fused(x, target, -100, "mean")
     assert not loss.requires_grad
     assert trace.saved_bytes == 0
+
+
+def test_on_ascend950_the_operator_is_not_documented(monkeypatch):
+    monkeypatch.setattr(op, "is_ascend950", lambda: True)
+    reason = "npu_cross_entropy_loss is not documented for Ascend950"
+    assert op.unsupported(random(3, 5), labels(3, 5)) == reason

@@ -184,3 +184,9 @@ def test_no_argument_is_changed():
         y.backward(head)
         assert torch.equal(head, torch.ones_like(y))
         assert torch.equal(x.detach(), before)
+
+
+def test_on_ascend950_only_swiglu_is_documented(monkeypatch):
+    monkeypatch.setattr(swiglu, "is_ascend950", lambda: True)
+    assert swiglu.unsupported(random(2, 8), "silu") is None
+    assert swiglu.unsupported(random(2, 8), "gelu") == "npu_geglu is not documented for Ascend950"

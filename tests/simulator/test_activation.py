@@ -88,3 +88,9 @@ def test_geglu_defaults_to_tanh_and_the_right_half() -> None:
 def test_geglu_refuses_what_is_not_documented(x: Tensor, arguments: tuple[int, ...], reason: str) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)geglu.*({reason})|({reason})"):
         torch.ops.npu.npu_geglu(x.npu(), *arguments)
+
+
+def test_geglu_is_not_documented_for_ascend950(as_soc) -> None:
+    as_soc("Ascend950")
+    with pytest.raises(RuntimeError, match="not documented"):
+        torch.ops.npu.npu_geglu(values(2, 8).npu())

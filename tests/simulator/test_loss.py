@@ -95,3 +95,9 @@ def test_a_mean_with_more_than_its_defaults_has_no_gradient(arguments: dict) -> 
     moved = {name: value.npu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     with pytest.raises(RuntimeError, match="has no gradient"):
         torch.ops.npu.npu_cross_entropy_loss(values(5, 7).npu().requires_grad_(), TARGET.npu(), **moved)
+
+
+def test_cross_entropy_is_not_documented_for_ascend950(as_soc) -> None:
+    as_soc("Ascend950")
+    with pytest.raises(RuntimeError, match="not documented"):
+        torch.ops.npu.npu_cross_entropy_loss(values(5, 7).npu(), TARGET.npu())

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import limits
 from .base import Call, kernel
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _check(call: Call, input: Tensor, dim: int, name: str = "input") -> None:
-    call.require(input.dtype in _FLOATS, name, f"dtype {input.dtype} is not supported")
-    call.require(input.numel() > 0, name, "empty tensors are not supported")
+def _check(call: Call, input: Tensor, dim: int) -> None:
+    call.require(input.dtype in _FLOATS, "input", f"dtype {input.dtype} is not supported")
+    call.require(input.numel() > 0, "input", "empty tensors are not supported")
     call.require(-input.dim() <= dim < input.dim(), "dim", f"{dim} for an input of {input.dim()} dimensions")
-    call.require(input.shape[dim] % 2 == 0, name, f"the size of dim {dim} must be even, is {input.shape[dim]}")
-    call.require(input.is_contiguous(), name, "must be contiguous")
+    call.require(input.shape[dim] % 2 == 0, "input", f"the size of dim {dim} must be even, is {input.shape[dim]}")
+    call.require(input.is_contiguous(), "input", "must be contiguous")
 
 
 @kernel("npu_swiglu", models=("input", "dim"))
@@ -41,7 +42,8 @@ _APPROXIMATIONS = ("none", "tanh")
 
 
 def _check_geglu(call: Call, input: Tensor, dim: int, approximate: int) -> None:
-    _check(call, input, dim, "input")
+    call.require(call.soc.name not in limits.NOT_ON_950, "input", "the operator is not documented for this chip")
+    _check(call, input, dim)
     call.require(approximate in (0, 1), "approximate", f"{approximate} is neither 0 (erf) nor 1 (tanh)")
 
 

@@ -15,6 +15,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 def _check(
     call: Call, name: str, rows: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int
 ) -> None:
+    call.require(call.soc.name not in limits.NOT_ON_950, name, "the operator is not documented for this chip")
     call.require(rows.dtype in _FLOATS, name, f"dtype {rows.dtype} is not supported")
     call.require(rows.dim() == 2, name, f"must be [N, C], has {rows.dim()} dimensions")
     count, classes = rows.shape
