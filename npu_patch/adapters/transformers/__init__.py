@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 
 LIBRARY = "transformers"
+REMOTE = "transformers_modules"
+"""The package below which transformers puts the modeling files that come with a checkpoint."""
 ATTENTION_REGISTRY = "transformers.modeling_utils"
 MASKS = "transformers.masking_utils"
 LOSSES = "transformers.loss.loss_utils"
@@ -23,3 +25,9 @@ def modules() -> list[str]:
         ]
         names += sorted(f"{LIBRARY}.models.{file.parent.name}.{file.stem}" for file in files)
     return names
+
+
+def foreign(value: object) -> bool:
+    """Whether something in a modeling file was put there by a third party: it comes from another package."""
+    root = str(getattr(value, "__module__", None) or "").partition(".")[0]
+    return root not in ("", LIBRARY, REMOTE, "torch", "typing", "builtins", "npu_patch")

@@ -12,49 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ...discovery import NotRecognised
 from ...discovery.sdpa import recognise_sdpa
 from ...ops import attention as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY
-from .per_tensor import PerTensor
+from . import LIBRARY, eager_attention, masks
+from .fused import HARMLESS, fused, hidden_of
 
 _OP = "attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _ENTRY = "sdpa"
 
-# Keywords that models hand through to every attention function and that the sdpa one rightly ignores: what they say is
-# in the mask already, or concerns other functions.  Any other keyword, unless None or False, is a reason.
-HARMLESS = frozenset(
-    (
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "deterministic",
-        "labels",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "seq_idx",
-        "sliding_window",
-        "use_cache",
-    )
-)
-
-_hidden = PerTensor(torch.logical_not)  # every layer of a step gets the same mask tensor
-
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
-    """The `sdpa` entry, in the module that holds the registry."""
+    """The `sdpa` entry, in the module that holds the registry; mask builders; eager functions of model modules."""
+    yield from masks.find(module)
+    yield from eager_attention.find(module)
     registry = getattr(module, _REGISTRY, None)
     if registry is None or getattr(type(registry), "__module__", None) != module.__name__:
         return
@@ -186,8 +161,13 @@ def _attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q_len, kv_len = query.shape[2], key.shape[2]
     if attention_mask is not None:
+        known = masks.known(attention_mask, query, key)
+        if known is not None:
+            reason, output = fused(query, key, value, known, scaling, site)
+            if reason is None or known.kind != "documents":
+                return reason, output
         if attention_mask.dtype == torch.bool:  # True where the key is seen
-            mask = op.Mask.dense(_hidden(attention_mask))
+            mask = op.Mask.dense(hidden_of(attention_mask))
         elif attention_mask.is_floating_point():
             mask = op.Mask.full().with_bias(attention_mask)
         else:
@@ -198,15 +178,4 @@ def _attend(
         mask = op.Mask.causal("upper_left")
     else:
         mask = op.Mask.full()
-    # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
-    layout = "BNSD" if query.is_contiguous() and key.is_contiguous() else "BSND"
-    if layout == "BSND":
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    reason = op.unsupported(query, key, value, mask, layout=layout, scale=scaling)
-    if reason is not None:
-        return reason, None
-    if is_compiling():  # the shape functions promise the strides of the inputs, the operator's results are contiguous
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    site.hit()
-    output = op.attention(query, key, value, mask, layout=layout, scale=scaling)
-    return None, output.contiguous() if layout == "BSND" else output.transpose(1, 2).contiguous()
+    return fused(query, key, value, mask, scaling, site)

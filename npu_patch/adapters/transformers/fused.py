@@ -1,0 +1,78 @@
+"""What the attention functions of transformers have in common: tensors (B, N, S, D) in, (B, S, N, Dv) out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ...ops import attention as op
+from ...ops.per_tensor import Derived
+from ...sites import Site
+
+# Keywords that models hand through to every attention function and that the sdpa one rightly ignores: what they say is
+# in the mask already, or concerns other functions.  Any other keyword, unless None or False, is a reason.
+HARMLESS = frozenset(
+    (
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "deterministic",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "sliding_window",
+        "use_cache",
+    )
+)
+
+
+def _inverted(mask: Tensor) -> Tensor:
+    return torch.logical_not(mask[:1] if mask.dim() == 4 and mask.stride(0) == 0 else mask)
+
+
+hidden_of = Derived(_inverted)
+"""True where a bool mask hides a key: made once for all layers, and for all samples where they share it in memory."""
+
+
+def fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: op.Mask,
+    scale: float | None,
+    site: Site,
+    sinks: Tensor | None = None,
+) -> tuple[str | None, Any]:
+    """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous), for tensors (B, N, S, D) on an NPU."""
+    # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
+    layout = "BNSD" if query.is_contiguous() and key.is_contiguous() else "BSND"
+    if mask.kind == "documents":
+        layout = "TND"
+    if layout != "BNSD":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    shape = query.shape
+    if layout == "TND":
+        query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    reason = op.unsupported(query, key, value, mask, layout=layout, scale=scale, sinks=sinks)
+    if reason is not None:
+        return reason, None
+    if is_compiling():  # the shape functions promise the strides of the inputs, the operator's results are contiguous
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    site.hit()
+    output = op.attention(query, key, value, mask, layout=layout, scale=scale, sinks=sinks)
+    if layout == "BNSD":
+        return None, output.transpose(1, 2).contiguous()
+    if layout == "TND":
+        output = output.unflatten(0, shape[:2])
+    return None, output.contiguous()
