@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from . import registry
-from .installing import Installed, MissingTarget, NotAFunction, Slot
-from .registry import Library, OptionValue, Target, Unrecognised
+from . import records, registry
+from .installing import Installed, MissingTarget, NotAFunction
+from .records import Record
+from .registry import Library, OptionValue, Target
 from .report import Row, Status
 
 if TYPE_CHECKING:
     from .ops.availability import Unavailable
-    from .sites import Site
 
 log = logging.getLogger("npu_patch")
 
@@ -37,17 +37,6 @@ class Layer:
 
     table: dict[str, bool] = field(default_factory=dict)
     exact: bool = False
-
-
-@dataclass
-class Record:
-    """What is known of one place."""
-
-    found: Target | Unrecognised
-    installed: Installed | None = None
-    site: Site | None = None
-    problem: str = ""
-    missing: bool = False
 
 
 class Patcher:
@@ -225,8 +214,7 @@ class Patcher:
     def _settle(self, record: Record) -> bool:
         """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
         want = self.enabled(record.found.op) and (isinstance(record.found, Target) or self.strict)
-        have = record.installed is not None and record.site is not None and record.installed.on
-        if want == have or record.problem:
+        if want == record.on or record.problem:
             return False
         try:
             return self._install(record) if want else self._remove(record)
@@ -243,7 +231,7 @@ class Patcher:
 
         if record.installed is not None and record.installed.restore():
             return True
-        target = record.found if isinstance(record.found, Target) else _tripwire(record.found)
+        target = record.found if isinstance(record.found, Target) else records.tripwire(record.found)
         if record.site is None:
             record.site = Site(target.name, target.op, self._options[target.op], self.strict)
         site = record.site
@@ -283,7 +271,7 @@ class Patcher:
 
     def status(self, model: Any = None) -> Status:
         with self._lock:
-            rows = [self._row(record) for record in self._records.values()]
+            rows = [record.row(self.enabled(record.found.op)) for record in self._records.values()]
             seen = {(row.op, row.library) for row in rows}
             for library in self._libraries:
                 rows += [
@@ -292,7 +280,7 @@ class Patcher:
                     if self.enabled(op) and (op, library.name) not in seen
                 ]
             if model is not None:
-                rows += self._instances(model)
+                rows += records.hidden_in(model, self._records.values())
         order = {op.name: position for position, op in enumerate(registry.OPS)}
         rows.sort(key=lambda row: (order.get(row.op, len(order)), row.library, row.target))
         notes = [f"nothing is patched: {self._unavailable.reason}"] if self._unavailable is not None else []
@@ -302,64 +290,6 @@ class Patcher:
         if self._unavailable is not None:
             return self._unavailable.reason
         return "no module with targets was imported" if library.name in sys.modules else "not imported"
-
-    def _row(self, record: Record) -> Row:
-        found, site, installed = record.found, record.site, record.installed
-        state, reason = "active", ""
-        if isinstance(found, Unrecognised):
-            state, reason = "unrecognised", found.reason
-        elif record.missing:
-            state, reason = "missing", record.problem
-        elif record.problem:
-            state, reason = "unrecognised", record.problem
-        elif installed is None or not installed.on:
-            state = "off" if not self.enabled(found.op) else "waiting"
-        elif not installed.in_place():
-            state = "overridden"
-            reason = f"{_describe(installed.place.current())} sits on top" if installed.reached() else ""
-            reason = reason or f"replaced by {_describe(installed.place.current())}"
-        elif site is not None and site.compiled:
-            state = "compiled"
-        return Row(
-            op=found.op,
-            library=found.library,
-            target=found.name,
-            state=state,
-            meaning=getattr(found, "meaning", ""),
-            hits=site.hits if site is not None else 0,
-            fallbacks=dict(site.fallbacks) if site is not None else {},
-            reason=reason,
-        )
-
-    def _instances(self, model: Any) -> list[Row]:
-        """Rows for modules of `model` whose own `forward` attribute hides the patched class."""
-        rows = []
-        patched = [
-            (record.installed.place.parent, record.found)
-            for record in self._records.values()
-            if record.installed is not None and isinstance(record.installed.place, Slot)
-        ]
-        for name, module in model.named_modules():
-            if "forward" not in vars(module):
-                continue
-            for owner, found in patched:
-                if isinstance(owner, type) and isinstance(module, owner):
-                    reason = f"{name or 'the model'} has a forward of its own: {_describe(vars(module)['forward'])}"
-                    rows.append(Row(found.op, found.library, found.name, "overridden", reason=reason))
-        return rows
-
-
-def _tripwire(found: Unrecognised) -> Target:
-    """A target that raises in strict mode when something unrecognised is called."""
-
-    def adapter(original: Any, site: Site) -> Any:
-        def tripwire(*args: Any, **kwargs: Any) -> Any:
-            site.fallback(f"unrecognised: {found.reason}")
-            return original(*args, **kwargs)
-
-        return tripwire
-
-    return Target(found.op, found.library, found.module, found.path, adapter)
 
 
 def _initialising(module: types.ModuleType) -> bool:
@@ -375,9 +305,3 @@ def _forget_compiled() -> None:
     """torch.compile does not guard the forward of a nested class: code compiled before a change would stay stale."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
-
-
-def _describe(thing: Any) -> str:
-    thing = getattr(thing, "__func__", thing)
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    return f"{module}.{name}" if module and name else type(thing).__name__

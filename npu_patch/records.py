@@ -1,0 +1,102 @@
+"""What the engine knows of one place in a foreign module, and how that reads in a status row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .installing import Installed, Slot
+from .registry import Target, Unrecognised
+from .report import Row
+
+if TYPE_CHECKING:
+    from .sites import Site
+
+
+@dataclass
+class Record:
+    """One place.
+
+    Args:
+        found: what a finder said of it.
+        installed: the replacement, while there is one.
+        site: its counters, from the first installation on.
+        problem: why it cannot be installed.
+        missing: the problem is that the library does not have it.
+    """
+
+    found: Target | Unrecognised
+    installed: Installed | None = None
+    site: Site | None = None
+    problem: str = ""
+    missing: bool = False
+
+    @property
+    def on(self) -> bool:
+        return self.installed is not None and self.installed.on
+
+    def row(self, enabled: bool) -> Row:
+        """The place as users see it; `enabled`: whether its op is on."""
+        state, reason = self._state(enabled)
+        return Row(
+            op=self.found.op,
+            library=self.found.library,
+            target=self.found.name,
+            state=state,
+            meaning=getattr(self.found, "meaning", ""),
+            hits=self.site.hits if self.site is not None else 0,
+            fallbacks=dict(self.site.fallbacks) if self.site is not None else {},
+            reason=reason,
+        )
+
+    def _state(self, enabled: bool) -> tuple[str, str]:
+        if isinstance(self.found, Unrecognised):
+            return "unrecognised", self.found.reason
+        if self.problem:
+            return ("missing" if self.missing else "unrecognised"), self.problem
+        if self.installed is None or not self.installed.on:
+            return ("waiting" if enabled else "off"), ""
+        if not self.installed.in_place():
+            other = _describe(self.installed.place.current())
+            return "overridden", f"{other} sits on top" if self.installed.reached() else f"replaced by {other}"
+        return ("compiled" if self.site is not None and self.site.compiled else "active"), ""
+
+
+def hidden_in(model: Any, records: Iterable[Record]) -> list[Row]:
+    """Rows for modules of a model whose own `forward` attribute hides a patched class."""
+    patched = [
+        (record.installed.place.parent, record.found)
+        for record in records
+        if record.installed is not None and isinstance(record.installed.place, Slot)
+    ]
+    rows = []
+    for name, module in model.named_modules():
+        if "forward" not in vars(module):
+            continue
+        reason = f"{name or 'the model'} has a forward of its own: {_describe(vars(module)['forward'])}"
+        rows += [
+            Row(found.op, found.library, found.name, "overridden", reason=reason)
+            for owner, found in patched
+            if isinstance(owner, type) and isinstance(module, owner)
+        ]
+    return rows
+
+
+def tripwire(found: Unrecognised) -> Target:
+    """A target that raises in strict mode when something unrecognised is called."""
+
+    def adapter(original: Any, site: Site) -> Any:
+        def unrecognised(*args: Any, **kwargs: Any) -> Any:
+            site.fallback(f"unrecognised: {found.reason}")
+            return original(*args, **kwargs)
+
+        return unrecognised
+
+    return Target(found.op, found.library, found.module, found.path, adapter)
+
+
+def _describe(thing: Any) -> str:
+    thing = getattr(thing, "__func__", thing)
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    return f"{module}.{name}" if module and name else type(thing).__name__
