@@ -96,10 +96,6 @@ def test_the_dtype_of_the_result_is_the_functions_own():
     assert recognise_rotary(half_in_float32).results[mixed] is torch.bfloat16
 
 
-def backwards(q, k, cos, sin, unsqueeze_dim=1):
-    return half(q, k, cos, -sin, unsqueeze_dim)
-
-
 def last_rows_for_the_query(q, k, cos, sin, unsqueeze_dim=1):
     return half(q, k, cos.flip(-2), sin.flip(-2), unsqueeze_dim)[0], half(q, k, cos, sin, unsqueeze_dim)[1]
 
@@ -138,14 +134,17 @@ def three(q, k, v, cos, sin, position_ids):
     return q, k, v
 
 
-def collects(q, k, cos, sin, **kwargs):
+def collects(q, k, *tables):
+    return half(q, k, *tables)
+
+
+def collects_keywords(q, k, cos, sin, **kwargs):
     return half(q, k, cos, sin)
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        backwards,
         last_rows_for_the_query,
         first_sample_for_all,
         second_half_of_the_table,
@@ -156,6 +155,7 @@ def collects(q, k, cos, sin, **kwargs):
         other_result,
         three,
         collects,
+        collects_keywords,
         torch.nn.Identity(),
     ],
 )

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...discovery import NotRecognised, RotaryMeaning, recognise_rotary
 from ...discovery.rotary import HALF_WIDTH, TABLES, deinterleaved
 from ...ops import rope as op
+from ...ops.per_tensor import Derived
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY
-from .per_tensor import PerTensor
+from . import LIBRARY, REMOTE, foreign
+from .rope_forms import FORMS, Factory
 
 _OP = "rope"
-_PREFIX = "apply_rotary"
+_NAMES = re.compile(r"apply.*(rotary|rope)|rotary_pos_emb")
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
-    """The rope functions that a module defines."""
+    """The rope functions that a module defines, and the methods that look like one."""
     for name, value in list(vars(module).items()):
-        if not name.startswith(_PREFIX) or getattr(value, "__module__", None) != module.__name__:
+        if isinstance(value, type):
+            yield from _methods(module, name, value)
+            continue
+        if not _NAMES.search(name) or not callable(value):
+            continue
+        if getattr(value, "__module__", None) != module.__name__ and not foreign(value):
             continue
         try:
             meaning = recognise_rotary(value)
@@ -33,19 +40,30 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
             reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
             yield Unrecognised(_OP, LIBRARY, module.__name__, name, reason)
             continue
-        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), rebind=(LIBRARY,))
+        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), rebind=(LIBRARY, REMOTE))
 
 
-def adapter(meaning: RotaryMeaning) -> Callable[[Any, Site], Callable[..., Any]]:
+def _methods(module: ModuleType, name: str, cls: type) -> Iterator[Unrecognised]:
+    if cls.__module__ != module.__name__ or not issubclass(cls, nn.Module):
+        return
+    for attribute, value in vars(cls).items():
+        function = getattr(value, "__func__", value)
+        if callable(function) and _NAMES.search(attribute):
+            path = f"{name}.{attribute}"
+            yield Unrecognised(_OP, LIBRARY, module.__name__, path, "is a method, not a function of the module")
+
+
+def adapter(meaning: RotaryMeaning) -> Factory:
     """A factory for one function, by its parameters.
 
     Raises:
         NotRecognised: its parameters are arranged in a way that no call site here has.
     """
-    arrangement = (meaning.tensors, meaning.parameters, meaning.unsqueeze, meaning.nones)
-    if arrangement not in _ARRANGEMENTS:
+    key = (meaning.form, meaning.tensors)
+    build = _ARRANGEMENTS.get(key) or FORMS.get(key)
+    if build is None:
         raise NotRecognised("takes its parameters in an order that is not known")
-    return _ARRANGEMENTS[arrangement](_Rotation(meaning))
+    return build(_Rotation(meaning))
 
 
 class _Rotation:
@@ -58,7 +76,9 @@ class _Rotation:
         self.dims = meaning.dims
         self.results = meaning.results
         self.scale = 2 if meaning.table in HALF_WIDTH else 1
-        self.table = None if meaning.table == "given" else PerTensor(TABLES[meaning.table])
+        self.table = None if meaning.table == "given" else Derived(TABLES[meaning.table])
+        self.negated = Derived(Tensor.neg) if meaning.negated else None
+        self.trailing = meaning.trailing
 
     def mismatch(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | None:
         """What `unsupported` of the operator cannot know: how tensors and tables fit together."""
@@ -94,10 +114,12 @@ class _Rotation:
             parts = tuple(x.to(dtype) for x in tensors)
         if self.table is not None:
             cos, sin = self.table(cos), self.table(sin)
+        if self.negated is not None:
+            sin = self.negated(sin)
         width = cos.shape[-1]
         whole = width == tensors[0].shape[-1] and width == tensors[-1].shape[-1]
         if not whole:
-            parts = tuple(x[..., :width] for x in parts)
+            parts = tuple(x[..., -width:] if self.trailing else x[..., :width] for x in parts)
         wide_cos, wide_sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         reason = op.unsupported(parts[0], wide_cos, wide_sin, self.mode)
         if reason is None and len(parts) > 1 and not _fewer_heads(parts[1], parts[0], dim):
@@ -112,7 +134,7 @@ class _Rotation:
         if result is not None:
             outputs = tuple(y.to(result) for y in outputs)
         if not whole:
-            outputs = tuple(_with_rest(y, x, width) for y, x in zip(outputs, tensors, strict=True))
+            outputs = tuple(_with_rest(y, x, width, self.trailing) for y, x in zip(outputs, tensors, strict=True))
         return None, outputs
 
 
@@ -124,12 +146,16 @@ def _fewer_heads(key: Tensor, query: Tensor, dim: int) -> bool:
     return all(k[i] == q[i] for i in range(len(q)) if i != dim % len(q))
 
 
-def _with_rest(y: Tensor, x: Tensor, width: int) -> Tensor:
+def _with_rest(y: Tensor, x: Tensor, width: int, trailing: bool) -> Tensor:
     """The rotated part of each head, and the part that the tables do not reach."""
-    return torch.cat((y, x[..., width:].to(y.dtype)), -1) if width != x.shape[-1] else y
+    if width == x.shape[-1]:
+        return y
+    if trailing:
+        return torch.cat((x[..., :-width].to(y.dtype), y), -1)
+    return torch.cat((y, x[..., width:].to(y.dtype)), -1)
 
 
-_FLOAT32 = PerTensor(Tensor.float)
+_FLOAT32 = Derived(Tensor.float)
 
 
 def _as(table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,10 +228,9 @@ def _single_dim(rotation: _Rotation) -> Callable[[Any, Site], Callable[..., Any]
     return factory
 
 
-# (rotated tensors, parameters, position of unsqueeze_dim, positions that must be None)
-_ARRANGEMENTS: dict[tuple[int, int, int | None, tuple[int, ...]], Callable[[_Rotation], Any]] = {
-    (2, 5, 4, ()): _pair_dim,
-    (2, 6, 5, (4,)): _pair_positions_dim,
-    (2, 4, None, ()): _pair,
-    (1, 4, 3, ()): _single_dim,
+_ARRANGEMENTS: dict[tuple[str, int], Callable[[_Rotation], Factory]] = {
+    ("dim", 2): _pair_dim,
+    ("unused positions, dim", 2): _pair_positions_dim,
+    ("tables", 2): _pair,
+    ("dim", 1): _single_dim,
 }
