@@ -133,11 +133,9 @@ def _inputs(generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor
         q = torch.randn(2, _HEADS, q_len, 8, generator=generator)
         k = torch.randn(2, kv_heads, kv_len, 8, generator=generator)
         v = torch.randn(2, kv_heads, kv_len, value_size, generator=generator)
-        added = None
-        if mask is not None:
-            added = torch.randn(2, 1, q_len, kv_len, generator=generator)
+        added = None if mask is None else torch.randn(2, 1, q_len, kv_len, generator=generator)
         if mask == "hard":
-            hidden = added > 0.0  # type: ignore[operator]
+            hidden = torch.rand(2, 1, q_len, kv_len, generator=generator) > 0.5
             hidden[..., 0] = False
             added = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
         yield q, k, v, added

@@ -21,7 +21,8 @@ from .verdicts import Verdicts
 
 __all__ = ["SAVE_OPS", "Mask", "attention", "unsupported"]
 
-LAYOUTS = ("BNSD", "BSND", "TND")
+_LENGTH_AT = {"BNSD": 2, "BSND": 1, "TND": 0}
+LAYOUTS = tuple(_LENGTH_AT)
 _MAX_HEAD_SIZE, _MAX_HEADS, _MAX_LENGTH, _MAX_BATCH, _MAX_DOCUMENTS = 768, 256, 1 << 20, 1 << 21, 1024
 _TRIANGLE = 2048  # side of the compressed mask of sparse modes 2 to 4, whatever the sequence lengths
 
@@ -117,7 +118,8 @@ def judge(
     if mask.kind == "dense" and (reason := _dense_reason(mask.hidden, batch, heads, q_len, kv_len)):
         return reason
     if mask.bias is not None:
-        return _bias_reason(mask.bias, dtype, size**-0.5 if scale is None else scale, batch, heads, q_len, kv_len)
+        scale = size**-0.5 if scale is None else scale
+        return _bias_reason(mask.bias, mask.hard_bias, dtype, scale, batch, heads, q_len, kv_len)
     return None
 
 
@@ -188,7 +190,14 @@ def _dense_reason(hidden: TensorFacts | None, batch: int, heads: int, q_len: int
 
 
 def _bias_reason(
-    bias: TensorFacts, dtype: torch.dtype, scale: float, batch: int, heads: int, q_len: int, kv_len: int
+    bias: TensorFacts,
+    hard: bool,
+    dtype: torch.dtype,
+    scale: float,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
 ) -> str | None:
     if bias.device.type != "npu" or len(bias.shape) != 4:
         return "the bias is not a 4-D tensor on the NPU"
@@ -200,6 +209,8 @@ def _bias_reason(
     # The operator adds before it scales: softmax(scale * (q k + bias / scale)).
     if dtype == torch.float16:
         return "a float16 bias may overflow when it is divided by the scale"
+    if hard:  # 0 and the lowest number, as they are: neither is rounded, and the lowest number drowns every score
+        return None if 2**-20 <= scale <= 1.0 else "a bias is exact only with a scale from 2**-20 to 1"
     if scale <= 0.0 or (dtype != torch.float32 and math.frexp(scale)[0] != 0.5):
         return "a bias is exact only with a scale that is a power of two"
     return None
@@ -243,10 +254,10 @@ def attention(
     _, heads, q_len, size = _sizes(query.shape, layout)
     if scale is None:
         scale = size**-0.5
-    kv_len = key.shape[2 if layout == "BNSD" else 1 if layout == "BSND" else 0]
+    kv_len = key.shape[_LENGTH_AT[layout]]
     options = _mask_options(mask, query, q_len, kv_len)
     if mask.bias is not None:
-        options["pse"] = _pse(mask.bias, scale, heads, q_len, kv_len)
+        options["pse"] = _pse(mask.bias, mask.hard_bias, scale, heads, q_len, kv_len)
     if sinks is not None:
         options["sink"] = sinks
     if return_lse and layout == "TND":
@@ -308,12 +319,14 @@ def _rows(may_hide: bool, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _pse(bias: Tensor, scale: float, heads: int, q_len: int, kv_len: int) -> Tensor:
+def _pse(bias: Tensor, hard: bool, scale: float, heads: int, q_len: int, kv_len: int) -> Tensor:
     """The bias as the operator takes it: added before scaling, of a full shape but for the batch, and finite.
 
     A bias of the type's lowest number, which hides a key, would overflow when divided by a scale below 1, and a row of
     infinities gives NaN where the lowest number gives equal weights.
     """
+    if hard:
+        return bias.expand(bias.shape[0], heads, q_len, kv_len)
     limit = torch.finfo(bias.dtype)
     return (bias / scale).clamp(limit.min, limit.max).expand(bias.shape[0], heads, q_len, kv_len)
 

@@ -37,6 +37,7 @@ class MaskFacts(NamedTuple):
     documents: int = 0
     ends: tuple[int, int] = (0, 0)
     may_hide_rows: bool = False
+    hard_bias: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,7 @@ class Mask:
     kv_ends: tuple[int, ...] = ()
     is_causal: bool = False
     bias: Tensor | None = None
+    hard_bias: bool = False
 
     def describe(self) -> MaskFacts:
         """The facts about this mask, as they are now."""
@@ -67,6 +69,7 @@ class Mask:
             len(self.q_ends),
             (self.q_ends[-1], self.kv_ends[-1]) if self.q_ends else (0, 0),
             self.may_hide_rows,
+            self.hard_bias,
         )
 
     @cached_property
@@ -140,13 +143,15 @@ class Mask:
         hides = q_ends != kv_ends and _hides_rows(q_ends, kv_ends, causal)
         return Mask("documents", may_hide_rows=hides, q_ends=q_ends, kv_ends=kv_ends, is_causal=causal, window=window)
 
-    def with_bias(self, bias: Tensor) -> Mask:
+    def with_bias(self, bias: Tensor, hard: bool = False) -> Mask:
         """The same mask with a tensor added to the scaled scores.
 
         Args:
             bias: broadcasts to (B, N, Sq, Skv).
+            hard: it holds nothing but 0 and its type's lowest number.  Unlike a dense mask it gives a query that sees
+                no key the mean of all values, as a softmax of equal scores does.
         """
-        return replace(self, bias=bias)
+        return replace(self, bias=bias, hard_bias=hard)
 
 
 def _hides_rows(q_ends: tuple[int, ...], kv_ends: tuple[int, ...], causal: bool) -> bool:

@@ -18,7 +18,7 @@ from ...discovery.sdpa import recognise_sdpa
 from ...ops import attention as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY, eager_attention, masks
+from . import LIBRARY, eager_attention, flash_attention, masks
 from .fused import HARMLESS, fused, hidden_of
 
 _OP = "attention"
@@ -27,9 +27,10 @@ _ENTRY = "sdpa"
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
-    """The `sdpa` entry, in the module that holds the registry; mask builders; eager functions of model modules."""
+    """The `sdpa` and flash entries of the registry, mask builders, eager functions, as far as the module has them."""
     yield from masks.find(module)
     yield from eager_attention.find(module)
+    yield from flash_attention.find(module)
     registry = getattr(module, _REGISTRY, None)
     if registry is None or getattr(type(registry), "__module__", None) != module.__name__:
         return

@@ -28,6 +28,7 @@ _REQUIRED = ("module", "query", "key", "value", "attention_mask")
 _IGNORED = HARMLESS | {"is_causal", "s_aux", "scaling", "dropout", *_REQUIRED}
 
 _hidden = Derived(lambda mask: (mask[:1] if mask.stride(0) == 0 else mask) != 0)
+_in_bfloat16 = Derived(lambda mask: mask.clamp(min=torch.finfo(torch.bfloat16).min).bfloat16())
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
@@ -104,7 +105,13 @@ def _attend(meaning: EagerMeaning, given: Mapping[str, Any], site: Site) -> tupl
             return reason, output
     if not mask.is_floating_point() or mask.dim() != 4:
         return "the mask is not a 4-D additive one", None
-    written = op.Mask.dense(_hidden(mask)) if masks.is_hard(mask) else op.Mask.full().with_bias(mask)
+    hard = masks.is_hard(mask)
+    if hard and sinks is not None:
+        written = op.Mask.dense(_hidden(mask))  # a query without a visible key gets zeros: the sink takes all
+    else:
+        if hard and query.dtype is torch.bfloat16 and mask.dtype is torch.float32:  # under autocast
+            mask = _in_bfloat16(mask)
+        written = op.Mask.full().with_bias(mask, hard=hard)
     return fused(query, key, value, written, scale, site, sinks)
 
 
