@@ -21,15 +21,9 @@ class PerTensor(Generic[Value]):
     The content is the same while storage and version counter are; writes that PyTorch itself hides from the version
     counter (through `.data`) go unseen here as they do in autograd.  Nothing is remembered for inference tensors, which
     have no version counter, and for subclasses.  Ask `keep` before a value is put, and do neither while compiling.
-
-    Args:
-        aliases: another tensor object over the same memory finds the value too, while the first one is alive and
-            unchanged: with saved-tensor hooks, activation checkpointing hands such aliases to the forward that it runs
-            again.
     """
 
-    def __init__(self, aliases: bool = False) -> None:
-        self._aliases = aliases
+    def __init__(self) -> None:
         self._entries: dict[int, _Entry[Value]] = {}
 
     def __len__(self) -> int:
@@ -39,23 +33,30 @@ class PerTensor(Generic[Value]):
         self._entries.clear()
 
     def get(self, tensor: Tensor) -> Value | None:
+        """The value that was put for this tensor object, if its content is still the same."""
         entry = self._entries.get(id(tensor))
-        if entry is not None and entry.tensor() is tensor:
-            if entry.version == tensor._version and entry.pointer == tensor.data_ptr():
-                return entry.value
-            return None
-        return self._of_an_alias(tensor) if self._aliases else None
+        if (
+            entry is not None
+            and entry.tensor() is tensor
+            and entry.version == tensor._version
+            and entry.pointer == tensor.data_ptr()
+        ):
+            return entry.value
+        return None
 
-    def _of_an_alias(self, tensor: Tensor) -> Value | None:
+    def find(self, tensor: Tensor) -> Value | None:
+        """The same, also for another tensor object over the memory of one that is alive and unchanged.
+
+        With saved-tensor hooks, activation checkpointing hands such aliases to the forward that it runs again.
+        """
         if tensor.is_inference():
             return None
+        entry = self._entries.get(id(tensor))
+        if entry is not None and entry.tensor() is tensor:
+            return self.get(tensor)
         for entry in list(self._entries.values()):
             first = entry.tensor()
-            if (
-                first is not None
-                and (first._version, first.data_ptr()) == (entry.version, entry.pointer)
-                and _place(first) == _place(tensor)
-            ):
+            if first is not None and self.get(first) is entry.value and _place(first) == _place(tensor):
                 return entry.value
         return None
 

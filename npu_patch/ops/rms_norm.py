@@ -30,7 +30,7 @@ _WEIGHTS = PLAIN_TYPES | {type(None)}
 _ones: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
 
-def unsupported(x: Tensor, weight: Tensor | None) -> str | None:
+def unsupported(x: Tensor, weight: Tensor | None, weight_dtype: torch.dtype | None = None) -> str | None:
     """Why the fused operator cannot take this call, or None.
 
     The documents name no bound for the last dimension, so there is none here.
@@ -38,6 +38,7 @@ def unsupported(x: Tensor, weight: Tensor | None) -> str | None:
     Args:
         x: (..., size).
         weight: (size,), or None.
+        weight_dtype: the dtype that the weight will have, if not its own.
     """
     plain = type(x) is Tensor and type(weight) in _WEIGHTS
     if not plain and (reason := subclass_reason(x) or (None if weight is None else subclass_reason(weight))):
@@ -51,7 +52,7 @@ def unsupported(x: Tensor, weight: Tensor | None) -> str | None:
     elif weight.device != device:
         return "the weight is on another device"
     else:
-        facts = (x.shape, x.dtype, device, weight.shape, weight.dtype)
+        facts = (x.shape, x.dtype, device, weight.shape, weight_dtype or weight.dtype)
     return _verdicts[facts] if plain and not is_compiling() else _judge(*facts)
 
 

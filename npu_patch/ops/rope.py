@@ -108,7 +108,7 @@ def _limits(shape: Sequence[int], table: Sequence[int], mode: str, learned: bool
     p, q, r = table[:3]
     if p not in (1, a) or q not in (1, b) or r not in (1, c):
         return "the tables do not broadcast to the input"
-    if _is_bnsd(shape, table):
+    if is_bnsd(shape, table):
         b, c, q, r = c, b, r, q
     # From here the input is (B, S, N, D) or (S, B, N, D); a size of 1 counts as shared and as its own.
     if q == b and r == 1 and p in (1, a):  # 1S1D, BS1D
@@ -136,7 +136,7 @@ def _limits(shape: Sequence[int], table: Sequence[int], mode: str, learned: bool
     return None
 
 
-def _is_bnsd(shape: Sequence[int], table: Sequence[int]) -> bool:
+def is_bnsd(shape: Sequence[int], table: Sequence[int]) -> bool:
     """True for (B, N, S, D) with a table shared by the heads."""
     return len(shape) == 4 and table[1] == 1 and table[2] == shape[2] and (shape[1] != 1 or shape[2] != 1)
 
@@ -173,13 +173,13 @@ def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
     return _adjoints[mode](sin)
 
 
-def _rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+def _rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, mode: str, swap: bool) -> Tensor:
     """The operator, with (B, N, S, D) presented as (B, S, N, D).
 
     As (B, N, S, D) the half mode is refused for B * N > 8 * S (every decoding step) and for some D; and a BNSD tensor
     is most often a transposed view of a contiguous BSND one, which needs no copy this way.
     """
-    if _is_bnsd(x.shape, cos.shape):
+    if swap:
         x, cos, sin = x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)
         return torch.ops.npu.npu_rotary_mul.default(x, cos, sin, mode).transpose(1, 2)
     return torch.ops.npu.npu_rotary_mul.default(x, cos, sin, mode)
@@ -189,19 +189,21 @@ class _Rotate(torch.autograd.Function):
     """Saves two tables and no activation; torch_npu's own node keeps the input as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, adjoint: Tensor, mode: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, adjoint: Tensor, mode: str, swap: bool) -> Tensor:
         ctx.save_for_backward(cos, adjoint)
-        ctx.mode = mode
-        return _rotary_mul(x, cos, sin, mode)
+        ctx.mode, ctx.swap = mode, swap
+        return _rotary_mul(x, cos, sin, mode, swap)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
         cos, adjoint = ctx.saved_tensors
         # grad.requires_grad only under create_graph: the backward is a rotation itself and records one in its turn.
-        return rotate(grad, cos, adjoint, ctx.mode), None, None, None, None
+        return rotate(grad, cos, adjoint, ctx.mode, swap=ctx.swap), None, None, None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor | None = None) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor | None = None, swap: bool | None = None
+) -> Tensor:
     """x rotated by the tables, in the dtype and shape of x.
 
     Args:
@@ -209,15 +211,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor | Non
         cos, sin: full-width tables that broadcast to x, in its dtype.
         mode: "half" or "interleave".
         adjoint: `adjoint_sine` of the table that `sin` is a view of, under the same view; None builds it from `sin`.
+        swap: `is_bnsd` of the shapes of x and the tables, where the caller remembers it.
 
     Raises:
         RuntimeError: the operator refuses the arguments; ask `unsupported` first.
     """
+    if swap is None:
+        swap = is_bnsd(x.shape, cos.shape)
     if torch.is_grad_enabled():
         if cos.requires_grad or sin.requires_grad:
-            return _rotary_mul(x, cos, sin, mode)  # torch_npu's own node differentiates the tables too
+            return _rotary_mul(x, cos, sin, mode, swap)  # torch_npu's own node differentiates the tables too
         if x.requires_grad:
             if adjoint is None:
                 adjoint = adjoint_sine(sin, mode)
-            return _Rotate.apply(x, cos, sin, adjoint, mode)
-    return _rotary_mul(x, cos, sin, mode)
+            return _Rotate.apply(x, cos, sin, adjoint, mode, swap)
+    return _rotary_mul(x, cos, sin, mode, swap)

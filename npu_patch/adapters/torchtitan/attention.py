@@ -139,14 +139,17 @@ def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
                 **kwargs,
             )
         site.hit()
-        packed = mask.kind == "documents"
-        q, k, v = (t.flatten(0, 1) if packed else t for t in (q_BLNH, k_BLNH, v_BLNH))
-        layout = "TND" if packed else "BSND"
-        shape = (*q_BLNH.shape[:3], v_BLNH.shape[3])
+        if mask.kind != "documents":
+            if out_transform is None:
+                return op.attention(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
+            out, lse = op.attention(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale, return_lse=True)
+            return out_transform(out, lse.transpose(1, 2))
+        batch, length, heads, _ = q_BLNH.shape
+        q, k, v = q_BLNH.flatten(0, 1), k_BLNH.flatten(0, 1), v_BLNH.flatten(0, 1)
         if out_transform is None:
-            return op.attention(q, k, v, mask, layout=layout, scale=scale).view(shape)
-        out, lse = op.attention(q, k, v, mask, layout=layout, scale=scale, return_lse=True)
-        return out_transform(out.view(shape), lse.view(shape[:3]) if packed else lse.transpose(1, 2))
+            return op.attention(q, k, v, mask, layout="TND", scale=scale).view(batch, length, heads, -1)
+        out, lse = op.attention(q, k, v, mask, layout="TND", scale=scale, return_lse=True)
+        return out_transform(out.view(batch, length, heads, -1), lse.view(batch, length, heads))
 
     return forward
 
@@ -162,32 +165,28 @@ def _choose(
     options: Mapping[str, Any],
 ) -> tuple[str | None, Mask]:
     """Why the operator cannot take the call, or None; and the mask for it."""
-    for tensor in (query, key, value):
-        if type(tensor) is not Tensor and (reason := subclass_reason(tensor)):
-            return reason, _NO_MASK
+    plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
+    if not plain and (reason := subclass_reason(query, key, value)):
+        return reason, _NO_MASK
     if transforming():
         return FUNCTORCH, _NO_MASK
     if type_checking():
         return TYPE_CHECKING_REASON, _NO_MASK
-    if with_lse or is_compiling():
-        return _ask(query, key, value, block_mask, scale, enable_gqa, with_lse, options)
     source = getattr(block_mask, "source", None)
-    if source is None:  # a foreign mask
-        return _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
-    # What is left depends on shapes, types and devices alone: asked once per mask, for all layers of a step.
-    question = (
-        query.shape,
-        query.dtype,
-        query.device,
-        key.shape,
-        key.dtype,
-        key.device,
-        value.shape,
-        value.dtype,
-        value.device,
-        enable_gqa,
-        options["dense_mask_limit"],
-    )
+    dtype, device = query.dtype, query.device
+    if (
+        source is None  # a foreign mask
+        or with_lse
+        or not plain
+        or is_compiling()
+        or key.dtype is not dtype
+        or value.dtype is not dtype
+        or key.device != device
+        or value.device != device
+    ):
+        return _ask(query, key, value, block_mask, scale, enable_gqa, with_lse, options)
+    # What is left depends on shapes, type and device alone: asked once per mask, for all layers of a step.
+    question = (query.shape, key.shape, value.shape, dtype, device, enable_gqa, options["dense_mask_limit"])
     answer = source.answers.get(question)
     if answer is None:
         answer = _ask(query, key, value, block_mask, scale, enable_gqa, False, options)

@@ -39,7 +39,10 @@ class Facts:
     ready: dict[Any, Any] = field(default_factory=dict)
 
 
-_facts: PerTensor[Facts] = PerTensor(aliases=True)
+_facts: PerTensor[Facts] = PerTensor()
+
+known_facts = _facts.get
+"""The facts about a positions tensor that was seen before, or None."""
 
 
 def facts(positions: Tensor) -> Facts | None:
@@ -47,9 +50,12 @@ def facts(positions: Tensor) -> Facts | None:
 
     Copies the positions to the host the first time that it sees them, which waits for the device once.
     """
+    known = _facts.get(positions)
+    if known is not None:
+        return known
     if type(positions) is not Tensor or transforming():
         return None
-    known = _facts.get(positions)
+    known = _facts.find(positions)
     if known is not None:
         return known
     if positions.dim() != 2 or positions.numel() == 0 or positions.dtype not in (torch.int64, torch.int32):

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ...ops import rope as op
-from ...ops.guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
+from ...ops.guards import FUNCTORCH, NOT_ON_NPU, keep, subclass_reason, transforming
 from ...registry import Target, Unrecognised
 from ...sites import Site
+from .positions import known_facts
 from .rope_meaning import NotRecognised, recognise_forward, recognise_rotation
-from .rope_rows import Rows, given_rows, shared_rows
+from .rope_rows import Rows, given_rows, known_tables, shared_rows
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _OP, _LIBRARY = "rope", "torchtitan"
@@ -96,7 +97,7 @@ def _turn(query: Tensor, key: Tensor, buffer: Tensor, cos: Tensor, sin: Tensor, 
     room = buffer.view(batch, length, -1, query.shape[3])
     room[:, :, :heads].copy_(query)
     room[:, :, heads:].copy_(key)
-    turned = op.rotate(buffer, cos, sin, mode).view(room.shape)
+    turned = op.rotate(buffer, cos, sin, mode, swap=False).view(room.shape)
     # Contiguous results: the attention operator would copy strided ones, in its forward and again in its backward.
     return turned[:, :, :heads].to(query.dtype), turned[:, :, heads:].to(key.dtype)
 
@@ -124,38 +125,49 @@ class _RotatePair(torch.autograd.Function):
         return (*_turn(d_query, d_key, buffer, cos, adjoint, ctx.mode), None, None, None, None, None)
 
 
-def _rows_reason(query: Tensor, key: Tensor, rows: Rows) -> str | None:
-    """Why the operator cannot take the pair, or None; for a pair that `_call_reason` has passed.
+class _Plan(NamedTuple):
+    """How a pair of known shapes and types is rotated."""
 
-    It depends on shapes, types and devices alone, so it is asked once per rows: for all layers of a step.
+    rows: Rows
+    in_float32: bool
+    folded: bool
+
+
+def _plan(query: Tensor, key: Tensor, rows: Rows) -> str | _Plan:
+    """The plan, or why the operator cannot take the pair; for a pair that `_call_reason` has passed.
+
+    It depends on shapes, types and devices alone, so it is made once per rows: for all layers of a step.
     """
     question = (query.shape, key.shape, query.dtype, key.dtype, query.device, key.device)
-    if question not in rows.checked:
+    plan = rows.plans.get(question)
+    if plan is None:
         reason = _pair_reason(query, key)
-        if reason is None and _in_float32(query, key):
+        in_float32 = query.dtype is torch.float32 and key.dtype is torch.float32
+        if reason is None and in_float32:
             reason = op.unsupported(_fold(query, rows), rows.cos, rows.sin, rows.mode)
             reason = reason or op.unsupported(_fold(key, rows), rows.cos, rows.sin, rows.mode)
         elif reason is None:
             reason = op.unsupported(_buffer(query, key, rows), rows.cos, rows.sin, rows.mode)
-        rows.checked[question] = reason
-    return rows.checked[question]
+        plan = reason or _Plan(rows, in_float32, rows.cos.shape[1] != query.shape[1])
+        rows.plans[question] = plan
+    return plan
 
 
-def _in_float32(query: Tensor, key: Tensor) -> bool:
-    return query.dtype is torch.float32 and key.dtype is torch.float32
-
-
-def _rotate(query: Tensor, key: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    mode, cos, sin = rows.mode, rows.cos, rows.sin
+def _rotate(query: Tensor, key: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    rows, in_float32, folded = plan
+    cos, sin, mode = rows.cos, rows.sin, rows.mode
     records = op.needs_adjoint(query, key)
     adjoint = rows.adjoint() if records else None
-    if _in_float32(query, key):
-        q, k = (op.rotate(_fold(x, rows), cos, sin, mode, adjoint).view(x.shape) for x in (query, key))
-        return q, k
-    buffer = _buffer(query, key, rows)
-    if records:
-        return _RotatePair.apply(query, key, buffer, cos, sin, adjoint, mode)
-    return _turn(query, key, buffer, cos, sin, mode)
+    # swap: these tables are never those of (B, N, S, D).
+    if not in_float32:
+        buffer = _buffer(query, key, rows)
+        if records:
+            return _RotatePair.apply(query, key, buffer, cos, sin, adjoint, mode)
+        return _turn(query, key, buffer, cos, sin, mode)
+    if not folded:
+        return op.rotate(query, cos, sin, mode, adjoint, False), op.rotate(key, cos, sin, mode, adjoint, False)
+    q = op.rotate(_fold(query, rows), cos, sin, mode, adjoint, False).view(query.shape)
+    return q, op.rotate(_fold(key, rows), cos, sin, mode, adjoint, False).view(key.shape)
 
 
 def _rotate_traced(query: Tensor, key: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -181,21 +193,35 @@ def _forward_adapter(cls: Any, mode: str) -> Callable[[Any, Site], Callable[...,
             own = type(self)
             # What is gained here is that layers share the rows.  Whatever does not fit goes the original's way, which
             # ends in `apply_rotary_emb`: that is where reasons are counted.
-            if (
-                not is_compiling()
-                and (own is cls or is_like(own))
-                and _call_reason(query, key) is None
-                and query.device.type == "npu"
-            ):
-                rows = shared_rows(self.cache, query, positions, mode)
-                if rows is not None and _rows_reason(query, key, rows) is None:
+            if not is_compiling() and (own is cls or is_like(own)) and _call_reason(query, key) is None:
+                plan = _shared_plan(self.cache, query, key, positions, mode)
+                if plan is not None:
                     site.hit()
-                    return _rotate(query, key, rows)
+                    return _rotate(query, key, plan)
             return original(self, query, key, positions)
 
         return forward
 
     return adapter
+
+
+def _shared_plan(cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | None, mode: str) -> _Plan | None:
+    """The plan for a call of a rotary forward; None where the original has to run."""
+    question = (mode, query.shape, key.shape, query.dtype, key.dtype, query.device, key.device, cache.requires_grad)
+    plan: _Plan | None = None
+    if positions is not None and (known := known_facts(positions)) and (tables := known_tables(cache)):
+        plan = known.ready.get((tables, question))
+    if plan is not None or query.device.type != "npu":
+        return plan
+    rows = shared_rows(cache, query.shape, positions, mode)
+    made = None if rows is None else _plan(query, key, rows)
+    if not isinstance(made, _Plan):
+        return None
+    known = None if positions is None else known_facts(positions)
+    tables = known_tables(cache)
+    if known is not None and tables is not None and keep(made.rows.cos):
+        known.ready[tables, question] = made
+    return made
 
 
 def _rotation_adapter(mode: str) -> Callable[[Any, Site], Callable[..., Any]]:
@@ -211,10 +237,11 @@ def _rotation_adapter(mode: str) -> Callable[[Any, Site], Callable[..., Any]]:
                         site.hit()
                         return _rotate_traced(query, key, rows)
                 else:
-                    reason = _rows_reason(query, key, rows)
-                    if reason is None:
+                    plan = _plan(query, key, rows)
+                    if isinstance(plan, _Plan):
                         site.hit()
-                        return _rotate(query, key, rows)
+                        return _rotate(query, key, plan)
+                    reason = plan
             site.fallback(reason)
             return original(query, key, rope_cache)
 

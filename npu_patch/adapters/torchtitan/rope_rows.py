@@ -48,7 +48,7 @@ class Rows:
 
     def __init__(self, cos: Tensor, sin: Tensor, mode: str, adjoint: Callable[[], Tensor]) -> None:
         self.cos, self.sin, self.mode = cos, sin, mode
-        self.checked: dict[tuple[Any, ...], str | None] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}  # the adapter's, by shapes, types and devices
         self._make_adjoint = adjoint
         self._adjoint: Tensor | None = None
 
@@ -63,8 +63,11 @@ class Rows:
         return self._adjoint
 
 
-_tables: PerTensor[Tables] = PerTensor(aliases=True)
+_tables: PerTensor[Tables] = PerTensor()
 _distinct: weakref.WeakSet[Tables] = weakref.WeakSet()
+
+known_tables = _tables.get
+"""The tables of a cache that was seen before, or None."""
 
 
 def tables_of(cache: Tensor, mode: str) -> Tables:
@@ -74,7 +77,7 @@ def tables_of(cache: Tensor, mode: str) -> Tables:
     its membership ends when the tensor object, its storage or its version changes (`PerTensor`).  The comparison waits
     for the device once in the life of a cache, not once per step.
     """
-    known = _tables.get(cache)
+    known = _tables.get(cache) or _tables.find(cache)
     if known is not None and known.mode == mode:
         return known
     built = Tables(cache, mode)
@@ -85,9 +88,12 @@ def tables_of(cache: Tensor, mode: str) -> Tables:
     return _tables.put(cache, shared)
 
 
-def shared_rows(cache: Tensor, query: Tensor, positions: Tensor | None, mode: str) -> Rows | None:
-    """The rows for a call of a rotary forward; None where the original has to gather them (or to raise its error)."""
-    shape = query.shape
+def shared_rows(cache: Tensor, shape: torch.Size, positions: Tensor | None, mode: str) -> Rows | None:
+    """The rows for a call of a rotary forward; None where the original has to gather them (or to raise its error).
+
+    Args:
+        shape: of the query.
+    """
     if type(cache) is not Tensor or cache.is_inference() or cache.requires_grad or len(shape) != 4:
         return None
     length = shape[1]
@@ -142,13 +148,13 @@ def _gathered(tables: Tables, positions: Tensor, known: Facts) -> Rows:
     return rows
 
 
-_given: PerTensor[Rows] = PerTensor(aliases=True)
+_given: PerTensor[Rows] = PerTensor()
 
 
 def given_rows(rope_cache: Tensor, mode: str) -> Rows:
     """The rows in a table that the caller has gathered, (1 or B, L, 1, width); made once per tensor."""
     tracing = is_compiling()
-    known = None if tracing else _given.get(rope_cache)
+    known = None if tracing else _given.find(rope_cache)
     if known is not None and known.mode == mode:
         return known
     with contextlib.nullcontext() if tracing else aside():

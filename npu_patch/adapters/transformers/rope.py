@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ...discovery import NotRecognised, RotaryMeaning, recognise_rotary
 from ...discovery.rotary import HALF_WIDTH, TABLES, deinterleaved
 from ...ops import rope as op
+from ...ops.guards import FUNCTORCH, subclass_reason, transforming
 from ...ops.per_tensor import Derived
+from ...ops.verdicts import Verdicts
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY, REMOTE, foreign
@@ -66,6 +69,24 @@ def adapter(meaning: RotaryMeaning) -> Factory:
     return build(_Rotation(meaning))
 
 
+class _Plan(NamedTuple):
+    """How tensors of known shapes and types are rotated.
+
+    Args:
+        dtype: of the rotation.
+        result: dtype of the results where it is another.
+        width: of the rotated part of each head.
+        whole: there is no other part.
+        swaps: for the operator, of each tensor.
+    """
+
+    dtype: torch.dtype
+    result: torch.dtype | None
+    width: int
+    whole: bool
+    swaps: tuple[bool, ...]
+
+
 class _Rotation:
     """One meaning, as the call: which table, which part of a head, which dtype."""
 
@@ -79,71 +100,94 @@ class _Rotation:
         self.table = None if meaning.table == "given" else Derived(TABLES[meaning.table])
         self.negated = Derived(Tensor.neg) if meaning.negated else None
         self.trailing = meaning.trailing
+        self._plans = Verdicts(self._judge)
 
-    def mismatch(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | None:
-        """What `unsupported` of the operator cannot know: how tensors and tables fit together."""
+    def _plan(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | _Plan:
+        """How to rotate, or why the operator cannot."""
+        first, last = tensors[0], tensors[-1]
+        plain = type(first) is Tensor and type(last) is Tensor and type(cos) is Tensor and type(sin) is Tensor
+        if not plain:
+            if not isinstance(first, Tensor) or not isinstance(last, Tensor):
+                return "a tensor is missing"
+            if reason := subclass_reason(first, last, cos, sin):
+                return reason
+        if transforming():
+            return FUNCTORCH
+        dtype, device, table, table_dtype = first.dtype, first.device, cos.shape, cos.dtype
+        if last.dtype is not dtype:
+            return "query and key differ in type"
+        if sin.dtype is not table_dtype or sin.shape != table:
+            return "cos and sin differ"
+        if last.device != device or cos.device != device or sin.device != device:
+            return "query, key and tables are not on one device"
+        learned = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
+        facts = (first.shape, last.shape, dtype, table, table_dtype, device, dim, learned)
+        return self._plans[facts] if plain and not is_compiling() else self._judge(*facts)
+
+    def _judge(
+        self,
+        first: Sequence[int],
+        last: Sequence[int],
+        dtype: torch.dtype,
+        table: Sequence[int],
+        table_dtype: torch.dtype,
+        device: torch.device,
+        dim: int,
+        learned: bool,
+    ) -> str | _Plan:
+        """The answer for tensors of these shapes and types, on one device; `first` and `last` may be the same."""
         if dim not in self.dims:
             return f"unsqueeze_dim {dim}"
-        if cos.dtype is not sin.dtype or cos.shape != sin.shape:
-            return "cos and sin differ"
-        for x in tensors:
-            if not isinstance(x, Tensor):
-                return "a tensor is missing"
-            if x.dtype is not tensors[0].dtype:
-                return "query and key differ in type"
-            head = x.shape[-1]
-            if (width := cos.shape[-1] * self.scale) != head and not (self.partial and width < head):
+        width = table[-1] * self.scale
+        for shape in (first, last):
+            if width != shape[-1] and not (self.partial and width < shape[-1]):
                 return "the tables' width is not the head size"
-        return None
+        result = None
+        if dtype is not table_dtype:
+            result = self.results.get((dtype, table_dtype))
+            if result is None:
+                return "a pair of dtypes that was not recognised"
+            dtype = torch.promote_types(dtype, table_dtype)  # what multiplying the two gives
+        wide = [*table[:-1], width]
+        wide.insert(dim if dim >= 0 else dim + len(table) + 1, 1)
+        parts = ([*first[:-1], width], [*last[:-1], width])
+        for part in parts:
+            if reason := op.judge(part, wide, dtype, device, self.mode, learned):
+                return reason
+        swaps = (op.is_bnsd(parts[0], wide), op.is_bnsd(parts[1], wide))
+        return _Plan(dtype, result, width, width == first[-1] and width == last[-1], swaps)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, site: Site
     ) -> tuple[str | None, tuple[Tensor, ...]]:
         """(reason, ()) or (None, rotated tensors)."""
-        reason = self.mismatch(tensors, cos, sin, dim)
-        if reason is not None:
-            return reason, ()
-        result: torch.dtype | None = None
-        parts = tensors
-        if tensors[0].dtype is not cos.dtype:
-            result = self.results.get((tensors[0].dtype, cos.dtype))
-            if result is None:
-                return "a pair of dtypes that was not recognised", ()
-            dtype = torch.promote_types(tensors[0].dtype, cos.dtype)  # what multiplying the two gives
+        plan = self._plan(tensors, cos, sin, dim)
+        if isinstance(plan, str):
+            return plan, ()
+        site.hit()
+        dtype, result, width, whole, swaps = plan
+        mode, parts = self.mode, tensors
+        if result is not None:
             cos, sin = _as(cos, dtype), _as(sin, dtype)
             parts = tuple(x.to(dtype) for x in tensors)
         if self.table is not None:
             cos, sin = self.table(cos), self.table(sin)
         if self.negated is not None:
             sin = self.negated(sin)
-        width = cos.shape[-1]
-        whole = width == tensors[0].shape[-1] and width == tensors[-1].shape[-1]
         if not whole:
             parts = tuple(x[..., -width:] if self.trailing else x[..., :width] for x in parts)
-        wide_cos, wide_sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
-        reason = op.unsupported(parts[0], wide_cos, wide_sin, self.mode)
-        if reason is None and len(parts) > 1 and not _fewer_heads(parts[1], parts[0], dim):
-            reason = op.unsupported(parts[1], wide_cos, wide_sin, self.mode)
-        if reason is not None:
-            return reason, ()
-        site.hit()
-        adjoint = op.adjoint_sine(sin, self.mode).unsqueeze(dim) if op.needs_adjoint(*parts) else None
+        adjoint = op.adjoint_sine(sin, mode).unsqueeze(dim) if op.needs_adjoint(*parts) else None
+        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         if self.deinterleave:
             parts = tuple(deinterleaved(x) for x in parts)
-        outputs = tuple(op.rotate(x, wide_cos, wide_sin, self.mode, adjoint) for x in parts)
+        outputs: tuple[Tensor, ...] = (op.rotate(parts[0], cos, sin, mode, adjoint, swaps[0]),)
+        if len(parts) == 2:
+            outputs = (outputs[0], op.rotate(parts[1], cos, sin, mode, adjoint, swaps[1]))
         if result is not None:
             outputs = tuple(y.to(result) for y in outputs)
         if not whole:
             outputs = tuple(_with_rest(y, x, width, self.trailing) for y, x in zip(outputs, tensors, strict=True))
         return None, outputs
-
-
-def _fewer_heads(key: Tensor, query: Tensor, dim: int) -> bool:
-    """Whether a key is like the query but for its heads: what the operator takes for many heads it takes for fewer."""
-    k, q = key.shape, query.shape
-    if type(key) is not type(query) or key.device != query.device or len(k) != len(q) or not 0 < k[dim] <= q[dim]:
-        return False
-    return all(k[i] == q[i] for i in range(len(q)) if i != dim % len(q))
 
 
 def _with_rest(y: Tensor, x: Tensor, width: int, trailing: bool) -> Tensor:
