@@ -7,6 +7,7 @@ Nothing here knows a model library, an operator or a model name.  A recogniser t
 from __future__ import annotations
 
 from .bracket import NotRecognised
+from .gated_norms import recognise_gated_norm
 from .norms import NormMeaning, is_norm_class, recognise_norm, says_rms
 from .rotary import RotaryMeaning, recognise_rotary
 
@@ -15,6 +16,7 @@ __all__ = [
     "NotRecognised",
     "RotaryMeaning",
     "is_norm_class",
+    "recognise_gated_norm",
     "recognise_norm",
     "recognise_rotary",
     "says_rms",

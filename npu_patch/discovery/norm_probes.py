@@ -22,11 +22,15 @@ FORMULAS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tenso
 }
 
 
+Gradients = tuple[torch.Tensor | None, ...]
+
+
 @dataclass(frozen=True)
 class Expected:
+    """A result, and the gradients of what it was made of."""
+
     y: torch.Tensor
-    dx: torch.Tensor | None
-    dw: torch.Tensor | None
+    gradients: Gradients
 
 
 class Probe:
@@ -46,21 +50,30 @@ class Probe:
         self.gradient = torch.randn(shape, generator=generator)
         self.eps = eps
         self.width = shape[-1]
+        self.groups = 1
         self.backward = backward
         self.mixed = x_dtype is not w_dtype
         self.expected: dict[tuple[str, float], Expected] = {}
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """What the forward is called with."""
+        return (self.x,)
+
+    def formula(self, name: str, eps: float) -> torch.Tensor:
+        return FORMULAS[name](self.x, self.weight, eps)
+
     def expect(self, formula: str, eps: float) -> Expected:
         if (formula, eps) not in self.expected:
-            y = FORMULAS[formula](self.x, self.weight, eps)
-            self.expected[formula, eps] = Expected(y.detach(), *self.gradients(y))
+            y = self.formula(formula, eps)
+            self.expected[formula, eps] = Expected(y.detach(), self.gradients(y))
         return self.expected[formula, eps]
 
-    def gradients(self, y: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self, y: torch.Tensor) -> Gradients:
+        leaves = (*self.arguments, self.weight)
         if not self.backward or not y.requires_grad:
-            return None, None
-        dx, dw = torch.autograd.grad(y, (self.x, self.weight), self.gradient.to(y.dtype), allow_unused=True)
-        return dx, dw
+            return (None,) * len(leaves)
+        return torch.autograd.grad(y, leaves, self.gradient.to(y.dtype), allow_unused=True)
 
 
 @functools.cache
@@ -76,4 +89,97 @@ def probes() -> tuple[Probe, ...]:
         Probe(7, (2, 2, 8), 5.3e-3, full, brain, False),
         Probe(8, (2, 2, 8), 4.1e-3, half, full, False),
         Probe(9, (2, 2, 8), 5.9e-3, full, half, False),
+    )
+
+
+def forget() -> None:
+    """Make all inputs anew: one of them was written to."""
+    probes.cache_clear()
+    gated_probes.cache_clear()
+
+
+# ---- gated norms -----------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class GatedFormula:
+    """A norm whose result, or whose input, is multiplied by an activated gate, in float32.
+
+    Args:
+        first: "norm": the result is multiplied; "gate": the input.
+        rounding: "llama": n is rounded to the input's type before it is multiplied by the weight; "fp32": it is not.
+        activation: "silu" or "sigmoid".
+        grouped: each group of channels has its own mean square.
+    """
+
+    first: str
+    rounding: str
+    activation: str
+    grouped: bool
+
+    def __str__(self) -> str:
+        norm = self.rounding + (" in groups" if self.grouped else "")
+        gate = f"{self.activation} gate"
+        return f"{norm}, {gate}" if self.first == "norm" else f"{gate}, {norm}"
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, groups: int
+    ) -> torch.Tensor:
+        wide, gate = x.float(), _ACTIVATIONS[self.activation](gate.float())
+        if self.first == "gate":
+            wide = wide * gate
+        n = _normalised(wide.unflatten(-1, (groups if self.grouped else 1, -1)), eps).flatten(-2)
+        y = weight * n.to(x.dtype) if self.rounding == "llama" else weight.float() * n
+        if self.first == "norm":
+            return (y * gate).to(x.dtype)
+        return y if self.rounding == "llama" else y.to(x.dtype)
+
+
+GATED: Mapping[str, GatedFormula] = {
+    str(formula): formula
+    for grouped in (False, True)
+    for activation in _ACTIVATIONS
+    for rounding in ("llama", "fp32")
+    for first in ("norm", "gate")
+    for formula in (GatedFormula(first, rounding, activation, grouped),)
+}
+
+
+class GatedProbe(Probe):
+    """An input with a gate, for two groups of channels."""
+
+    def __init__(
+        self, seed: int, shape: tuple[int, ...], eps: float, x_dtype: torch.dtype, w_dtype: torch.dtype, backward: bool
+    ) -> None:
+        super().__init__(seed, shape, eps, x_dtype, w_dtype, backward)
+        generator = torch.Generator().manual_seed(100 + seed)
+        self.groups = 2
+        self.gate = (torch.randn(shape, generator=generator) * 3).to(x_dtype).requires_grad_(backward)
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        return (self.x, self.gate)
+
+    def formula(self, name: str, eps: float) -> torch.Tensor:
+        return GATED[name](self.x, self.weight, eps, self.gate, self.groups)
+
+
+@functools.cache
+def gated_probes() -> tuple[GatedProbe, ...]:
+    full, brain, half = torch.float32, torch.bfloat16, torch.float16
+    return (
+        GatedProbe(1, (2, 3, 16), 1.7e-3, full, full, True),
+        GatedProbe(2, (2, 5, 24), 3.1e-2, brain, brain, True),
+        GatedProbe(3, (7, 384), 2.3e-5, full, full, False),
+        GatedProbe(4, (4, 640), 6.1e-6, brain, brain, False),
+        GatedProbe(5, (4, 1, 32), 6.1e-6, brain, brain, False),
+        GatedProbe(6, (2, 3, 40), 1.3e-3, half, half, False),
+        GatedProbe(7, (4, 8), 4.7e-3, brain, full, False),
+        GatedProbe(8, (4, 8), 5.3e-3, full, brain, False),
+        GatedProbe(9, (4, 8), 4.1e-3, half, full, False),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from .bracket import NotRecognised, no_random_draws, plain, quiet, same
 from .norm_meaning import NormMeaning, is_norm_class, says_rms
-from .norm_probes import FORMULAS, Expected, Probe, probes
+from .norm_probes import FORMULAS, Expected, Gradients, Probe, forget, probes
 from .standin import ABSENT, Refused, StandIn, UnknownAttribute, record
 
 __all__ = ["NormMeaning", "is_norm_class", "recognise_norm", "says_rms"]
@@ -27,19 +27,29 @@ def recognise_norm(cls: type) -> tuple[NormMeaning, ...]:
     Raises:
         NotRecognised: it equals no known formula.
     """
-    if issubclass(cls, torch.jit.ScriptModule):
-        raise NotRecognised("is a ScriptModule")
-    forward = plain(_attribute(cls, "forward"))
-    code = forward.__code__
-    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & 0x0C:
-        names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-        raise NotRecognised(f"its forward takes ({', '.join(names)})")
+    forward = forward_of(cls, arguments=1)
     with quiet(), no_random_draws():
-        search = _Search(cls, forward)
+        search = Search(cls, forward)
         found = search.explore({})
         if not found:
             raise NotRecognised(search.reason)
         return tuple(search.without_weight(found))
+
+
+def forward_of(cls: type, arguments: int) -> Callable[..., Any]:
+    """The forward of a class, which takes this many arguments.
+
+    Raises:
+        NotRecognised: it takes others, or is no plain function.
+    """
+    if issubclass(cls, torch.jit.ScriptModule):
+        raise NotRecognised("is a ScriptModule")
+    forward = plain(_attribute(cls, "forward"))
+    code = forward.__code__
+    if code.co_argcount != 1 + arguments or code.co_kwonlyargcount or code.co_flags & 0x0C:
+        names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        raise NotRecognised(f"its forward takes ({', '.join(names)})")
+    return forward
 
 
 def _attribute(cls: type, name: str) -> object:
@@ -53,7 +63,7 @@ def _attribute(cls: type, name: str) -> object:
 
 
 @dataclass(frozen=True)
-class _Role:
+class Role:
     """What an attribute stands for, when it is not a plain value."""
 
     kind: str
@@ -65,24 +75,26 @@ class _Role:
             "no eps": None,
             "width": probe.width,
             "widths": (probe.width,),
+            "groups": probe.groups,
+            "group size": probe.width // probe.groups,
         }[self.kind]
 
 
 _FLAGS = (True, False, None, ABSENT)
 
 
-def _options(name: str) -> Iterator[tuple[Any, ...]]:
+def options(name: str) -> Iterator[tuple[Any, ...]]:
     """Groups of values to try for an attribute, likeliest first; within a group every value may lead somewhere."""
     lower = name.lower()
     if lower == "training":
         yield (True, False)
         return
     groups = {
-        "weight": (_Role("weight"),),
+        "weight": (Role("weight"),),
         "flag": _FLAGS,
-        "eps": (_Role("eps"),),
-        "width": (_Role("width"),),
-        "widths": (_Role("widths"),),
+        "eps": (Role("eps"),),
+        "width": (Role("width"),),
+        "widths": (Role("widths"),),
     }
     if "eps" in lower:
         first = "eps"
@@ -109,8 +121,10 @@ def _whenever(found: list[NormMeaning], name: str) -> list[NormMeaning]:
     return result
 
 
-class _Search:
+class Search:
     """Finds assignments of attribute values under which a forward equals a formula."""
+
+    formulas: Iterable[str] = FORMULAS
 
     def __init__(self, cls: type, forward: Callable[..., Any]) -> None:
         self.cls = cls
@@ -118,6 +132,12 @@ class _Search:
         self.failures = 0
         self.reason = "computes no known norm"
         self._rank = (-1, -1)
+
+    def probes(self) -> tuple[Probe, ...]:
+        return probes()
+
+    def options(self, name: str) -> Iterator[tuple[Any, ...]]:
+        return options(name)
 
     def explore(self, assignment: dict[str, Any]) -> list[NormMeaning]:
         """Every meaning that can be reached by giving values to more attributes."""
@@ -129,7 +149,7 @@ class _Search:
             self.failures += 1
             self._note(len(assignment), str(error))
             return []
-        for group in _options(name):
+        for group in self.options(name):
             if self.failures > MAX_FAILURES:
                 self._note(len(assignment), "depends on too many attributes")
                 return []
@@ -146,7 +166,7 @@ class _Search:
             assignment = self._assignment(meaning)
             for name in ("x", "float32"):
                 try:
-                    self._try({**assignment, meaning.eps: _Role("no eps")}, default_eps=name)
+                    self._try({**assignment, meaning.eps: Role("no eps")}, default_eps=name)
                 except (NotRecognised, UnknownAttribute):
                     continue
                 meaning = replace(meaning, default_eps=name)
@@ -160,10 +180,10 @@ class _Search:
 
     def _assignment(self, meaning: NormMeaning) -> dict[str, Any]:
         assignment: dict[str, Any] = dict(meaning.conditions)
-        assignment.update({name: _Role("width" if kind is int else "widths") for name, kind in meaning.widths})
-        assignment[meaning.eps] = _Role("eps")
+        assignment.update({name: Role("width" if kind is int else "widths") for name, kind in meaning.widths})
+        assignment[meaning.eps] = Role("eps")
         if meaning.weight is not None:
-            assignment[meaning.weight] = _Role("weight")
+            assignment[meaning.weight] = Role("weight")
         return assignment
 
     def _note(self, depth: int, reason: str) -> None:
@@ -179,13 +199,13 @@ class _Search:
             NotRecognised: under it, the forward fails or computes something unknown.
             UnknownAttribute: it reads an attribute that has no value yet.
         """
-        alive = list(FORMULAS)
+        alive = list(self.formulas)
         read: set[str] = set()
         methods: dict[str, Any] = {}
         results: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
-        for probe in probes():
+        for probe in self.probes():
             eps = {None: probe.eps, "x": torch.finfo(probe.x.dtype).eps, "float32": torch.finfo(torch.float32).eps}
-            values = {name: v.value(probe) if isinstance(v, _Role) else v for name, v in assignment.items()}
+            values = {name: v.value(probe) if isinstance(v, Role) else v for name, v in assignment.items()}
             stand_in = StandIn(self.cls, values)
             try:
                 y = self._run(stand_in, probe)
@@ -205,20 +225,21 @@ class _Search:
             if not alive:
                 raise NotRecognised("computes no known norm")
             results[probe.x.dtype, probe.weight.dtype] = y.dtype
-        return _meaning(alive[0], assignment, read, methods, results)
+        return meaning_of(alive[0], assignment, read, methods, results)
 
     def _run(self, stand_in: StandIn, probe: Probe) -> torch.Tensor:
-        version = probe.x._version, probe.weight._version
+        tensors = (*probe.arguments, probe.weight)
+        versions = [t._version for t in tensors]
         try:
-            y = self.forward(stand_in, probe.x)
+            y = self.forward(stand_in, *probe.arguments)
         except Refused as refused:
             raise NotRecognised(str(refused)) from None
         except Exception as error:
             if isinstance(error, TypeError) and "not callable" in str(error):
                 raise NotRecognised("calls other modules") from None
             raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
-        if (probe.x._version, probe.weight._version) != version:
-            probes.cache_clear()
+        if [t._version for t in tensors] != versions:
+            forget()
             raise NotRecognised("modifies its input")
         if not isinstance(y, torch.Tensor):
             raise NotRecognised(f"returns a {type(y).__name__}")
@@ -227,15 +248,16 @@ class _Search:
         return y
 
 
-def _agrees(
-    y: torch.Tensor, gradients: tuple[torch.Tensor | None, torch.Tensor | None], probe: Probe, expected: Expected
-) -> bool:
+def _agrees(y: torch.Tensor, gradients: Gradients, probe: Probe, expected: Expected) -> bool:
     if not same(y, expected.y):
         return False
     if not probe.backward:
         return True
-    for ours, theirs in zip(gradients, (expected.dx, expected.dw), strict=True):
-        if (ours is None) != (theirs is None) or (ours is not None and not same(ours, theirs, loose=True)):  # type: ignore[arg-type]
+    for ours, theirs in zip(gradients, expected.gradients, strict=True):
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                return False
+        elif not same(ours, theirs, loose=True):
             return False
     return True
 
@@ -246,14 +268,14 @@ def _close(y: torch.Tensor, expected: torch.Tensor) -> bool:
     return y.shape == expected.shape and bool(((a - b).abs() <= 0.01 * b.abs() + 1e-6).all())
 
 
-def _meaning(
+def meaning_of(
     formula: str,
     assignment: Mapping[str, Any],
     read: set[str],
     methods: Mapping[str, Any],
     results: Mapping[tuple[torch.dtype, torch.dtype], torch.dtype],
 ) -> NormMeaning:
-    """Names weight and epsilon from what was read.
+    """Names weight, epsilon and the rest from what was read.
 
     Raises:
         NotRecognised: it reads no epsilon, or two attributes for one thing.
@@ -261,7 +283,7 @@ def _meaning(
     roles: dict[str, list[str]] = {}
     for name in sorted(read):
         value = assignment[name]
-        roles.setdefault(value.kind if isinstance(value, _Role) else "value", []).append(name)
+        roles.setdefault(value.kind if isinstance(value, Role) else "value", []).append(name)
     eps = roles.get("eps", []) + roles.get("no eps", [])
     weight = roles.get("weight", [])
     if len(eps) != 1 or len(weight) > 1:
@@ -275,5 +297,6 @@ def _meaning(
         results=dict(results),
         conditions=tuple((name, assignment[name]) for name in roles.get("value", [])),
         widths=tuple((n, int) for n in roles.get("width", [])) + tuple((n, tuple) for n in roles.get("widths", [])),
+        groups=tuple((n, kind) for kind in ("groups", "group size") for n in roles.get(kind, [])),
         methods=tuple(sorted(methods.items())),
     )

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_norm, says_rms
-from ...discovery.standin import ABSENT
+from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_gated_norm, recognise_norm, says_rms
 from ...ops import rms_norm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY
+from . import LIBRARY, gated_norms
+from .instances import holds, overridden
+
+Factory = Callable[[Any, Site], Callable[..., Tensor]]
 
 _OP = "rms_norm"
 
@@ -27,14 +29,23 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
             continue
         path = f"{name}.forward"
         try:
-            meanings = recognise_norm(cls)
+            meanings, factory = _recognise(cls)
         except Exception as error:  # foreign code was run
             if says_rms(cls):
                 reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
                 yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
             continue
         text = " | ".join(dict.fromkeys(map(str, meanings)))
-        yield Target(_OP, LIBRARY, module.__name__, path, adapter(cls, meanings), text)
+        yield Target(_OP, LIBRARY, module.__name__, path, factory, text)
+
+
+def _recognise(cls: type) -> tuple[tuple[NormMeaning, ...], Factory]:
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    if code is not None and code.co_argcount == 3:
+        meanings = recognise_gated_norm(cls)
+        return meanings, gated_norms.adapter(cls, meanings)
+    meanings = recognise_norm(cls)
+    return meanings, adapter(cls, meanings)
 
 
 def _inherits(cls: type) -> bool:
@@ -90,10 +101,10 @@ def _conditional(cls: type, meanings: tuple[NormMeaning, ...]) -> Callable[[Any,
 
     def factory(original: Any, site: Site) -> Callable[..., Tensor]:
         def forward(self: Any, x: Tensor) -> Tensor:
-            reason = _overridden(self, methods) if type(self) is not cls else None
+            reason = overridden(self, methods) if type(self) is not cls else None
             if reason is None:
                 for conditions, widths, weight_name, eps_name, default_eps, results, compute in cases:
-                    if not _holds(self, x, conditions, widths):
+                    if not holds(self, x, conditions, widths):
                         continue
                     weight = None if weight_name is None else getattr(self, weight_name)
                     if weight is None and weight_name is not None:
@@ -108,25 +119,6 @@ def _conditional(cls: type, meanings: tuple[NormMeaning, ...]) -> Callable[[Any,
         return forward
 
     return factory
-
-
-def _overridden(self: Any, methods: tuple[tuple[str, Any], ...]) -> str | None:
-    for name, function in methods:
-        if getattr(type(self), name) is not function:
-            return f"{type(self).__name__} overrides {name}"
-    return None
-
-
-def _holds(self: Any, x: Tensor, conditions: tuple[tuple[str, Any], ...], widths: tuple[tuple[str, type], ...]) -> bool:
-    for name, value in conditions:
-        own = getattr(self, name, ABSENT)
-        if type(own) is not type(value) or own != value:
-            return False
-    for name, kind in widths:
-        own = getattr(self, name, None)
-        if own != x.shape[-1] if kind is int else tuple(own or ()) != (x.shape[-1],):
-            return False
-    return True
 
 
 # ---- the formulas; each returns (reason, result), one of which is None -----------------------------------------------
@@ -195,20 +187,11 @@ def _with_offset(
         return "no weight", None
     if x.dtype != weight.dtype and results.get((x.dtype, weight.dtype)) != x.dtype:
         return "a pair of dtypes that was not recognised", None
-    reason = op.unsupported(x, None) or _fits(x, weight)
+    reason = op.unsupported(x, weight, torch.float32)
     if reason is not None:
         return reason, None
     site.hit()
     return None, _norm(x, 1.0 + weight.float(), eps)
-
-
-def _fits(x: Tensor, weight: Tensor) -> str | None:
-    """What `unsupported` says about a weight whose dtype is about to change."""
-    if weight.dtype == x.dtype or weight.dtype == torch.float32:
-        return op.unsupported(x, weight)
-    if weight.dim() != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device:
-        return "the weight's size is not the input's last size"
-    return None
 
 
 def _without_weight(
