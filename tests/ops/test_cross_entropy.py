@@ -221,3 +221,19 @@ def test_on_ascend950_the_operator_is_not_documented(monkeypatch):
     monkeypatch.setattr(op, "is_ascend950", lambda: True)
     reason = "npu_cross_entropy_loss is not documented for Ascend950"
     assert op.unsupported(random(3, 5), labels(3, 5)) == reason
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_new_numbers_of_rows_are_not_compiled_again_and_again(dynamic):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    traced = torch.compile(
+        lambda x, target: fused(x, target, -100, "mean"), backend=counter, fullgraph=True, dynamic=dynamic
+    )
+    for rows in (5, 7, 9, 11):
+        x, target = random(rows, 8), labels(rows, 8)
+        found, exact = (torch.autograd.grad(f, x) for f in (traced(x, target), fused(x, target, -100, "mean")))
+        torch.testing.assert_close(found, exact)
+    assert counter.frame_count <= 2

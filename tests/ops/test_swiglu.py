@@ -190,3 +190,28 @@ def test_on_ascend950_only_swiglu_is_documented(monkeypatch):
     monkeypatch.setattr(swiglu, "is_ascend950", lambda: True)
     assert swiglu.unsupported(random(2, 8), "silu") is None
     assert swiglu.unsupported(random(2, 8), "gelu") == "npu_geglu is not documented for Ascend950"
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_new_lengths_are_not_compiled_again_and_again(dynamic):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    traced = torch.compile(lambda x: fused(x, "silu"), backend=counter, fullgraph=True, dynamic=dynamic)
+    for length in (5, 7, 9, 11):
+        x = random(2, length, 8)
+        found, exact = (torch.autograd.grad(f(x).square().sum(), x) for f in (traced, lambda x: fused(x, "silu")))
+        torch.testing.assert_close(found, exact)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_operator(strict):
+    class Gate(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fused(x, "silu")
+
+    with torch.no_grad():
+        program = torch.export.export(Gate(), (random(3, 8, grad=False),), strict=strict)
+    assert [str(n.target) for n in program.graph.nodes if "npu" in str(n.target)] == ["npu.npu_swiglu.default"]

@@ -15,9 +15,9 @@ from ...discovery.mlp import recognise_activation
 _MODULE = "transformers.activations"
 _LIKELY = ("silu", "swish", "gelu")
 
-# type → (its own attributes, their values → what it computes).  Filled before any forward runs, so that torch.compile
-# finds it complete.
-_known: dict[type, tuple[tuple[str, ...], dict[tuple[Any, ...], str]]] = {}
+# type → (its forward, names of its own attributes, [(their values, what it then computes)]).  Filled before any forward
+# runs, so that torch.compile finds it complete.
+_known: dict[type, tuple[Any, tuple[str, ...], list[tuple[tuple[Any, ...], str]]]] = {}
 _base = frozenset(vars(nn.Module()))
 
 
@@ -54,9 +54,9 @@ def _learn(module: Any) -> None:
         return
     names = tuple(name for name in vars(module) if name not in _base)
     kind = recognise_activation(module)
-    own_names, kinds = _known.setdefault(type(module), (names, {}))
+    _, own_names, kinds = _known.setdefault(type(module), (type(module).forward, names, []))
     if kind is not None and own_names == names:
-        kinds[_values(module, names)] = kind
+        kinds.append((_values(module, names), kind))
 
 
 def _values(module: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -78,13 +78,16 @@ def activation(module: Any) -> tuple[str | None, str]:
     entry = _known.get(type(module))
     if entry is None:
         return f"the activation {_name(module)} is not known", ""
+    forward, names, kinds = entry
+    if "forward" in module.__dict__ or type(module).forward is not forward:
+        return "the forward of the activation was replaced", ""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "the activation has hooks", ""
-    if "forward" in module.__dict__:
-        return "the activation has a forward of its own", ""
-    names, kinds = entry
-    kind = kinds.get(_values(module, names))
-    return (None, kind) if kind is not None else (f"the activation {_name(module)} is not known", "")
+    own = _values(module, names)
+    for values, kind in kinds:
+        if values == own:
+            return None, kind
+    return f"the activation {_name(module)} is not known", ""
 
 
 def _name(module: Any) -> str:
