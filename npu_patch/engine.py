@@ -21,6 +21,7 @@ import wrapt
 
 from . import records, registry
 from .installing import Installed, MissingTarget, NotAFunction
+from .late import LateModules
 from .records import Record
 from .registry import Library, OptionValue, Target
 from .report import Row, Status
@@ -63,6 +64,7 @@ class Patcher:
         self._examined: set[tuple[str, str]] = set()
         self._hooked: set[str] = set()
         self._modules: dict[str, Library] = {}
+        self._late = {one.name: LateModules(one, self.sync) for one in self._libraries if one.loader}
         self._unavailable: Unavailable | None = None
         self._available = False
         self.strict = False
@@ -131,8 +133,26 @@ class Patcher:
             changed = False
             for record in list(self._records.values()):
                 changed |= self._settle(record)
+            self._watch()
         if changed:
             _forget_compiled()
+
+    def _watch(self) -> None:
+        """Look out for modules that come past the import system, while something is on; under the lock."""
+        for library in self._libraries:
+            if library.loader:
+                on = self._available and any(self.enabled(op) for op in library.finders)
+                self._late[library.name].watch(on)
+
+    def _forget(self, name: str) -> None:
+        """A module was executed anew: its classes are others now, and the earlier ones get their originals back."""
+        with self._lock:
+            for key, record in list(self._records.items()):
+                if record.found.module == name:
+                    if record.on:
+                        self._remove(record)
+                    del self._records[key]
+            self._examined = {pair for pair in self._examined if pair[0] != name}
 
     def _names(self, library: Library) -> list[str]:
         """The library's modules of interest; hooks those that are not loaded yet."""
@@ -143,6 +163,12 @@ class Patcher:
             for name in known:
                 if name not in sys.modules:
                     self._hook(name, self._on_module)
+        if library.loader:
+            late, again = self._late[library.name].look()
+            for name in again:
+                self._forget(name)
+            self._modules.update(dict.fromkeys(late, library))
+            known = [*dict.fromkeys((*known, *late))]
         return known
 
     def _hook(self, name: str, hook: Callable[[types.ModuleType], object]) -> None:
@@ -168,6 +194,7 @@ class Patcher:
             for record in list(self._records.values()):
                 if record.found.module == module.__name__:
                     changed |= self._settle(record)
+            self._watch()
         if changed:
             _forget_compiled()
 

@@ -103,11 +103,15 @@ class Library:
         look at.
             It runs when the root package is found, before it is imported.
         finders: op name → "module:function" naming a function `finder(module) -> iterable of Target | Unrecognised`.
+        loader: "module:path" of the library's function that loads modules past the import system, if it has one.
+        loaded: "module:function" naming a function that lists them: name → anything that changes with their content.
     """
 
     name: str
     modules: str
     finders: Mapping[str, str]
+    loader: str = ""
+    loaded: str = ""
 
 
 def load(reference: str) -> Any:
@@ -182,5 +186,7 @@ LIBRARIES: tuple[Library, ...] = (
             "swiglu": "npu_patch.adapters.transformers.mlp:find",
             "cross_entropy": "npu_patch.adapters.transformers.loss:find",
         },
+        loader="transformers.dynamic_module_utils:get_class_in_module",
+        loaded="npu_patch.adapters.transformers.remote_code:loaded",
     ),
 )

@@ -14,7 +14,7 @@ from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_ga
 from ...ops import rms_norm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY, gated_norms
+from . import LIBRARY, REMOTE, gated_norms
 from .instances import holds, overridden
 
 Factory = Callable[[Any, Site], Callable[..., Tensor]]
@@ -51,7 +51,7 @@ def _recognise(cls: type) -> tuple[tuple[NormMeaning, ...], Factory]:
 def _inherits(cls: type) -> bool:
     """Whether the forward is that of another class of the same library, which is a target itself."""
     owner = next((one for one in cls.__mro__ if "forward" in vars(one)), cls)
-    return owner is not cls and owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+    return owner is not cls and owner.__module__.partition(".")[0] in (LIBRARY, REMOTE)
 
 
 def adapter(cls: type, meanings: tuple[NormMeaning, ...]) -> Callable[[Any, Site], Callable[..., Tensor]]:
