@@ -301,7 +301,7 @@ def row(case: Case) -> None:
 
 def _check_later_tokens(case: Case, q: Any, k: Any, v: Any, mask: Any, sinks: Any, output: torch.Tensor) -> None:
     """A later token never changes an earlier output."""
-    if not case.causal or case.q_len < 2 or case.mask.startswith("padded") and case.entry == "eager":
+    if not case.causal or case.q_len < 2 or (case.mask.startswith("padded") and case.entry == "eager"):
         return  # (a query without a visible key has the mean of all)
     with torch.no_grad():
         first = case.q_len // 2 + (0 if case.mask == "none" and case.entry == "sdpa" else case.ahead)
