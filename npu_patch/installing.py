@@ -36,8 +36,9 @@ class Installed:
     def __init__(self, target: Target, module: types.ModuleType, build: Callable[[Any], Any]) -> None:
         self.target = target
         self.module = module
-        place = Entry if target.path.endswith("]") else Slot
-        self.place = place(module, target.path)
+        self.place = (
+            Entry(module, target.path) if target.path.endswith("]") else Slot(module, target.path, target.objects)
+        )
         self.original = self.place.original
         self.replacement = functions.clone(build(self.original), self.original)
         self._code = self.replacement.__code__
@@ -48,7 +49,13 @@ class Installed:
 
     def in_place(self) -> bool:
         """Whether the replacement is what a caller reaches first."""
-        return self.place.current() is self.replacement
+        return self.place.current() is self.replacement and self.place.moved() is None
+
+    def beneath(self) -> Any:
+        """What the replacement sits on, where a third party has put that there; else None."""
+        own = {self.target.library, self.module.__name__.partition(".")[0], "torch", "npu_patch"}
+        root = str(getattr(self.original, "__module__", None) or "").partition(".")[0]
+        return self.original if root and root not in own else None
 
     def reached(self) -> bool:
         """Whether the replacement is still reached, at once or below a wrapper that names what it wraps."""
@@ -88,9 +95,13 @@ class Installed:
 
 
 class Slot:
-    """An attribute of a module or class."""
+    """An attribute of a module or class.
 
-    def __init__(self, module: types.ModuleType, path: str) -> None:
+    Args:
+        objects: an attribute of a module may be a callable object.
+    """
+
+    def __init__(self, module: types.ModuleType, path: str, objects: bool = False) -> None:
         self.module, self.path = module, path
         try:
             self.parent, self.name, value = wrapt.resolve_path(module, path)
@@ -99,8 +110,18 @@ class Slot:
         self.own = vars(self.parent).get(self.name, _ABSENT)
         self.static = isinstance(self._raw(), staticmethod)
         self.original = self._raw().__func__ if self.static else value
+        if objects and isinstance(self.parent, types.ModuleType) and callable(self.original):
+            return
         if not isinstance(self.original, types.FunctionType):
             raise NotAFunction(f"is a {type(self.original).__name__}, not a plain function")
+
+    def moved(self) -> Any:
+        """What the module has now in the place of the class that was written to; None while it is the same."""
+        try:
+            parent = wrapt.resolve_path(self.module, self.path)[0]
+        except AttributeError:
+            return _ABSENT
+        return None if parent is self.parent else parent
 
     def _raw(self) -> Any:
         if not isinstance(self.parent, type):
@@ -151,6 +172,9 @@ class Entry:
         self.original = self.mapping[key]
         if not isinstance(self.original, types.FunctionType):
             raise NotAFunction(f"is a {type(self.original).__name__}, not a plain function")
+
+    def moved(self) -> None:
+        return None
 
     def put(self, replacement: types.FunctionType) -> None:
         self.mapping[self.key] = replacement

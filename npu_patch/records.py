@@ -58,9 +58,14 @@ class Record:
         if self.installed is None or not self.installed.on:
             return ("waiting" if enabled else "off"), ""
         if not self.installed.in_place():
+            moved = self.installed.place.moved()
+            if moved is not None:
+                return "overridden", f"its class is replaced by {_describe(moved)}"
             other = _describe(self.installed.place.current())
             return "overridden", f"{other} sits on top" if self.installed.reached() else f"replaced by {other}"
-        return ("compiled" if self.site is not None and self.site.compiled else "active"), ""
+        beneath = self.installed.beneath()
+        reason = "" if beneath is None else f"on top of {_describe(beneath)}"
+        return ("compiled" if self.site is not None and self.site.compiled else "active"), reason
 
 
 def hidden_in(model: Any, records: Iterable[Record]) -> list[Row]:

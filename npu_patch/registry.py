@@ -51,6 +51,7 @@ class Target:
         adapter: `adapter(original, site) -> function`; called once per installation.
         meaning: what the original was recognised as.
         rebind: package prefixes in which names bound by `from module import f` follow the change.
+        objects: the original may be a callable object, bound to a name of the module; elsewhere it must be a function.
     """
 
     op: str
@@ -60,6 +61,7 @@ class Target:
     adapter: Callable[[Any, Any], Callable[..., Any]] = field(compare=False)
     meaning: str = ""
     rebind: tuple[str, ...] = ()
+    objects: bool = False
 
     @property
     def name(self) -> str:

@@ -7,14 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_gated_norm, recognise_norm, says_rms
 from ...ops import rms_norm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY, REMOTE, gated_norms
+from . import LIBRARY, REMOTE, foreign, gated_norms
 from .instances import holds, overridden
 
 Factory = Callable[[Any, Site], Callable[..., Tensor]]
@@ -25,9 +25,13 @@ _OP = "rms_norm"
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The root-mean-square norm classes that a module defines."""
     for name, cls in list(vars(module).items()):
+        path = f"{name}.forward"
+        if isinstance(cls, type) and issubclass(cls, nn.Module) and foreign(cls) and "rmsnorm" in name.lower():
+            reason = f"{cls.__module__}.{cls.__qualname__} is in its place"
+            yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
+            continue
         if not is_norm_class(cls, module.__name__) or _inherits(cls):
             continue
-        path = f"{name}.forward"
         try:
             meanings, factory = _recognise(cls)
         except Exception as error:  # foreign code was run

@@ -35,15 +35,33 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         if not _NAMES.search(name) or not callable(value):
             continue
         if getattr(value, "__module__", None) != module.__name__ and not foreign(value):
-            continue
+            continue  # another modeling file's
         try:
-            meaning = recognise_rotary(value)
+            meaning = recognise_rotary(_inside(value))
             factory = adapter(meaning)
         except Exception as error:  # foreign code was run
             reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
             yield Unrecognised(_OP, LIBRARY, module.__name__, name, reason)
             continue
-        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), rebind=(LIBRARY, REMOTE))
+        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), (LIBRARY, REMOTE), objects=True)
+
+
+def _inside(value: Any) -> Any:
+    """The function itself, where the package `kernels` has made a module instance of it.
+
+    Raises:
+        NotRecognised: the instance runs something else.
+    """
+    if not isinstance(value, nn.Module):
+        return value
+    if "forward" in vars(value):
+        raise NotRecognised("is a module instance whose forward was replaced")
+    forward = type(value).forward
+    cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
+    code = getattr(forward, "__code__", None)
+    if len(cells) != 1 or code is None or code.co_freevars != ("func",) or code.co_names:
+        raise NotRecognised("is a module instance that does more than to call one function")
+    return cells[0]
 
 
 def _methods(module: ModuleType, name: str, cls: type) -> Iterator[Unrecognised]:
@@ -78,13 +96,15 @@ class _Plan(NamedTuple):
         width: of the rotated part of each head.
         whole: there is no other part.
         swaps: for the operator, of each tensor.
+        learned: the tables get a gradient.
     """
 
     dtype: torch.dtype
     result: torch.dtype | None
     width: int
     whole: bool
-    swaps: tuple[bool, ...]
+    swaps: tuple[bool, bool]
+    learned: bool
 
 
 class _Rotation:
@@ -155,7 +175,7 @@ class _Rotation:
             if reason := op.judge(part, wide, dtype, device, self.mode, learned):
                 return reason
         swaps = (op.is_bnsd(parts[0], wide), op.is_bnsd(parts[1], wide))
-        return _Plan(dtype, result, width, width == first[-1] and width == last[-1], swaps)
+        return _Plan(dtype, result, width, width == first[-1] and width == last[-1], swaps, learned)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, site: Site
@@ -165,7 +185,7 @@ class _Rotation:
         if isinstance(plan, str):
             return plan, ()
         site.hit()
-        dtype, result, width, whole, swaps = plan
+        dtype, result, width, whole, swaps, learned = plan
         mode, parts = self.mode, tensors
         if result is not None:
             cos, sin = _as(cos, dtype), _as(sin, dtype)
@@ -180,9 +200,10 @@ class _Rotation:
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         if self.deinterleave:
             parts = tuple(deinterleaved(x) for x in parts)
-        outputs: tuple[Tensor, ...] = (op.rotate(parts[0], cos, sin, mode, adjoint, swaps[0]),)
+        rotate = op.rotate if learned else op.rotate_by_constants
+        outputs: tuple[Tensor, ...] = (rotate(parts[0], cos, sin, mode, adjoint, swaps[0]),)
         if len(parts) == 2:
-            outputs = (outputs[0], op.rotate(parts[1], cos, sin, mode, adjoint, swaps[1]))
+            outputs = (outputs[0], rotate(parts[1], cos, sin, mode, adjoint, swaps[1]))
         if result is not None:
             outputs = tuple(y.to(result) for y in outputs)
         if not whole:
