@@ -38,6 +38,11 @@ def draw(generator: torch.Generator | None, device: torch.device, run: Callable[
             torch.default_generator.set_state(before)
 
 
+def stream(seed: int, offset: int) -> torch.Generator:
+    """A CPU generator for a kernel that makes the same numbers again from the same seed and offset."""
+    return torch.Generator().manual_seed(_mix(seed, offset))
+
+
 def _mix(seed: int, offset: int) -> int:
     """Splitmix64 of both numbers, so that neighbouring seeds and offsets give unrelated streams."""
     mask = (1 << 64) - 1

@@ -55,7 +55,7 @@ TND: dict[str, Any] = {"q": (6, 2, 8), "layout": "TND"}
         ({"v": (1, 2, 5, 8)}, "value: has 5 tokens"),
         ({"k": (2, 2, 4, 8)}, "key: batch 2"),
         ({"heads": 4}, "head_num|allocates"),
-        ({"keep_prob": 0.9}, "keep_prob: dropout is not simulated"),
+        ({"keep_prob": 1.5}, "keep_prob"),
         ({"inner_precise": 7}, "inner_precise"),
         (
             {"sparse_mode": 5, "atten_mask": torch.zeros(1, 2, 4, 4, dtype=torch.bool)},

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import limits
+from .. import limits, rng
 from . import flash, mask
 from .base import Call, kernel
 
@@ -53,6 +53,8 @@ class _Request:
     sparse_mode: int
     softmax_layout: str
     sink: Tensor | None
+    seed: int = 0
+    offset: int = 0
 
     @property
     def layout(self) -> str:
@@ -66,7 +68,7 @@ def _check(r: _Request) -> tuple[int, int]:
     for name, t in (("key", k), ("value", v), ("pse", r.pse)):
         if t is not None:
             call.require(t.dtype == q.dtype, name, f"dtype {t.dtype} differs from that of query {q.dtype}")
-    call.require(r.keep_prob == 1.0, "keep_prob", "dropout is not simulated")
+    call.require(0.0 < r.keep_prob <= 1.0, "keep_prob", f"is the share that is kept, in (0, 1], is {r.keep_prob}")
     call.require(r.inner_precise in (0, 1, 2), "inner_precise", f"{r.inner_precise} is not documented")
     call.require(r.sparse_mode in mask.MODES, "sparse_mode", f"{r.sparse_mode} is not simulated")
     for name, t in (("query", q), ("key", k), ("value", v)):
@@ -163,14 +165,14 @@ def _attentions(r: _Request) -> list[tuple[slice, slice, flash.Attention]]:
     to_bnsd = _LAYOUTS[r.layout][0]
     q, k, v = to_bnsd(r.query, r.head_num), to_bnsd(r.key, kv_heads), to_bnsd(r.value, kv_heads)
     whole = flash.Attention(q, k, v, r.scale, pse=r.pse, sink=r.sink)
+    dropout = _dropout(r)
     batch, heads, q_len, kv_len = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     _check_pse(r, batch, heads, q_len, kv_len)
     if r.layout != "TND":
         hidden = mask.hidden(r.call, mask.Rule.of(r), (batch, heads, q_len, kv_len))
         auto = r.sparse_mode == 3 and hidden is not None and q_len > kv_len
-        return [
-            (slice(None), slice(None), replace(whole, hidden=hidden, zero_hidden_rows=r.inner_precise == 2 or auto))
-        ]
+        part = replace(whole, hidden=hidden, zero_hidden_rows=r.inner_precise == 2 or auto)
+        return [(slice(None), slice(None), dropout(part))]
     sequences = _sequences(r)
     longest = tuple(max(s[i].stop - s[i].start for s in sequences) for i in (0, 1))
     parts = []
@@ -178,8 +180,22 @@ def _attentions(r: _Request) -> list[tuple[slice, slice, flash.Attention]]:
         lengths = q_at.stop - q_at.start, kv_at.stop - kv_at.start
         hidden = mask.hidden_tnd(r.call, mask.Rule.of(r), lengths, (longest[0], longest[1]))
         part = replace(whole, query=q[:, :, q_at], key=k[:, :, kv_at], value=v[:, :, kv_at], hidden=hidden)
-        parts.append((q_at, kv_at, part))
+        parts.append((q_at, kv_at, dropout(part)))
     return parts
+
+
+def _dropout(r: _Request) -> Callable[[flash.Attention], flash.Attention]:
+    """Gives each sequence in turn its share of the mask: a function of seed and offset, as on the device."""
+    if r.keep_prob == 1.0:
+        return lambda part: part
+    generator = rng.stream(r.seed, r.offset)
+
+    def give(part: flash.Attention) -> flash.Attention:
+        shape = (*part.query.shape[:3], part.key.shape[2])
+        kept = torch.rand(shape, generator=generator) < r.keep_prob
+        return replace(part, kept=kept, keep_prob=r.keep_prob)
+
+    return give
 
 
 def _store_statistics(r: _Request, statistics: Tensor) -> Tensor:
@@ -242,12 +258,12 @@ _SHARED = [
     "softmax_layout",
     "sink",
 ]
-# Both steer how a dropout mask is made; without dropout they change nothing.
+# Both steer on which stream a dropout mask is made, not what is in it.
 _NO_EFFECT = ["gen_mask_parallel", "sync"]
 _LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 
 
-def _request(call: Call, scale: float, arguments: dict[str, Any]) -> _Request:
+def _request(call: Call, scale: float, arguments: dict[str, Any], seed: Any, offset: Any) -> _Request:
     for name in _LENGTHS:
         value = arguments[name]
         if isinstance(value, Tensor):
@@ -255,33 +271,36 @@ def _request(call: Call, scale: float, arguments: dict[str, Any]) -> _Request:
             integer = value.dim() == 1 and not value.is_floating_point()
             call.require(integer, name, f"must be a 1-D integer tensor, is {value.dtype}{list(value.shape)}")
             arguments[name] = value.tolist()
-    return _Request(call, scale=scale, **{name: arguments[name] for name in _SHARED})
+    shared = {name: arguments[name] for name in _SHARED}
+    return _Request(call, scale=scale, **shared, seed=int(seed), offset=int(offset))
 
 
 @kernel("npu_fusion_attention", models=[*_SHARED, *_NO_EFFECT, "scale"])
 def npu_fusion_attention(call: Call, scale: float, **arguments: Any) -> tuple[Any, ...]:
     """``softmax(scale * (q @ k^T + pse), hidden) @ v`` with saved row maximum and row sum."""
-    out, maximum, total = _forward(_request(call, scale, arguments))
-    return out, maximum, total, None, 0, 0, 0
+    # torch_npu draws seed and offset from the device's generator on the host, and hands them to the backward.
+    out, maximum, total = _forward(_request(call, scale, arguments, *call.outputs[4:6]))
+    return out, maximum, total, None, *call.outputs[4:]
 
 
 @kernel("npu_fusion_attention_v3", models=[*_SHARED, *_NO_EFFECT, "scale"], cpu=_LENGTHS)
 def npu_fusion_attention_v3(call: Call, scale: float, **arguments: Any) -> tuple[Any, ...]:
-    """As the first version, with sequence ends as CPU tensors and the random state as (zero) tensors."""
-    r = _request(call, scale, arguments)
-    out, maximum, total = _forward(r)
-    zero = torch.zeros(1, dtype=torch.int64)
-    return out, maximum, total, None, zero, zero
+    """As the first version, with sequence ends and the random state as CPU tensors."""
+    dropping = arguments["keep_prob"] != 1.0
+    random = [x.clone() if dropping else torch.zeros(1, dtype=torch.int64) for x in call.outputs[4:6]]
+    out, maximum, total = _forward(_request(call, scale, arguments, *random))
+    return out, maximum, total, None, *random
 
 
 _SAVED = ["softmax_max", "softmax_sum", "attention_in"]
-# The random state of a dropout mask; without dropout it is not read. softmax_in is the empty third output.
+# The random state of a dropout mask, and the empty third output.
 _RANDOM = ["seed", "offset", "softmax_in"]
 
 
 def _gradient(call: Call, dy: Tensor, scale_value: float, arguments: dict[str, Any]) -> tuple[Any, ...]:
     saved = {name: arguments[name] for name in _SAVED}
-    return _backward(_request(call, scale_value, arguments), dy, saved)
+    seed, offset = (0 if arguments[name] is None else arguments[name] for name in ("seed", "offset"))
+    return _backward(_request(call, scale_value, arguments, seed, offset), dy, saved)
 
 
 @kernel("npu_fusion_attention_grad", models=[*_SHARED, *_NO_EFFECT, *_SAVED, *_RANDOM, "numels", "dy", "scale_value"])

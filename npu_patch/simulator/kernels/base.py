@@ -44,6 +44,8 @@ class Call:
     def __init__(self, op: str, given: dict[str, Any]) -> None:
         self.op = op
         self.soc = limits.current()
+        #: What torch_npu's own C++ kernel returned: outputs without content, and numbers that the host makes.
+        self.outputs: Any = None
         self._given = given
 
     def refuse(self, argument: str, reason: str) -> NoReturn:
@@ -84,7 +86,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.defaults | dict(zip(self.arguments, args, strict=False)) | kwargs
         call = Call(self.name, given)
-        outputs = self._host_check(args, kwargs)
+        call.outputs = outputs = self._host_check(args, kwargs)
         for name in self.arguments:
             if name not in self.models and not _same(given[name], self.defaults.get(name)):
                 call.refuse(name, "this argument is not simulated")

@@ -22,7 +22,8 @@ class Attention:
     """The inputs of one call. ``query`` [B, N, Sq, D]; ``key``, ``value`` [B, Nkv, Skv, D or Dv], Nkv dividing N.
 
     ``hidden`` broadcasts to [B, N, Sq, Skv], True where a key is hidden; ``pse`` likewise; ``sink`` [N].
-    ``zero_hidden_rows``: a fully hidden row gives 0 instead of the mean of all values.
+    ``zero_hidden_rows``: a fully hidden row gives 0 instead of the mean of all values. ``kept`` [B, N, Sq, Skv]: False
+    where dropout drops a probability; the others are divided by ``keep_prob``.
     """
 
     query: Tensor
@@ -33,6 +34,8 @@ class Attention:
     pse: Tensor | None = None
     sink: Tensor | None = None
     zero_hidden_rows: bool = False
+    kept: Tensor | None = None
+    keep_prob: float = 1.0
 
     @property
     def group(self) -> int:
@@ -44,6 +47,9 @@ class Attention:
             scores = scores + self.pse.float()
         scores = scores * self.scale
         return scores if self.hidden is None else scores.masked_fill(self.hidden, HIDDEN_SCORE)
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        return weights if self.kept is None else weights * self.kept / self.keep_prob
 
     def sink_column(self) -> Tensor | None:
         return None if self.sink is None else self.sink.float().view(1, -1, 1, 1)
@@ -71,7 +77,7 @@ def forward(a: Attention) -> tuple[Tensor, Tensor, Tensor]:
     if hidden_rows is not None:
         total = total.masked_fill(hidden_rows, HIDDEN_ROW_SUM)
         weights = weights.masked_fill(hidden_rows, 0.0)
-    output = (weights / total) @ _repeat(a.value, a.group)
+    output = a.dropped(weights / total) @ _repeat(a.value, a.group)
     return output.to(a.query.dtype), maximum, total
 
 
@@ -92,13 +98,13 @@ def backward(a: Attention, grad: Tensor, output: Tensor, maximum: Tensor, total:
     value = _repeat(a.value, a.group)
     # What the softmax's derivative subtracts from every column of a row.
     row = (g * output.float()).sum(-1, keepdim=True)
-    d_scores = probabilities * (g @ value.transpose(-1, -2) - row)
+    d_scores = probabilities * (a.dropped(g @ value.transpose(-1, -2)) - row)
     if a.hidden is not None:
         d_scores = d_scores.masked_fill(a.hidden, 0.0)
     d_scaled = d_scores * a.scale
     d_query = d_scaled @ _repeat(a.key, a.group)
     d_key = _sum_groups(d_scaled.transpose(-1, -2) @ a.query.float(), a.group)
-    d_value = _sum_groups(probabilities.transpose(-1, -2) @ g, a.group)
+    d_value = _sum_groups(a.dropped(probabilities).transpose(-1, -2) @ g, a.group)
     d_pse = None if a.pse is None else d_scaled.sum_to_size(a.pse.shape).to(a.pse.dtype)
     sink = a.sink_column()
     d_sink = None
