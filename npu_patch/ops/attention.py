@@ -21,8 +21,9 @@ from .verdicts import Verdicts
 
 __all__ = ["SAVE_OPS", "Mask", "attention", "unsupported"]
 
-_LENGTH_AT = {"BNSD": 2, "BSND": 1, "TND": 0}
-LAYOUTS = tuple(_LENGTH_AT)
+_AXES = {"BNSD": (1, 2), "BSND": (2, 1), "TND": (1, 0)}  # heads, length
+LAYOUTS = tuple(_AXES)
+_UNKNOWN = "layout {!r}: expected one of " + ", ".join(LAYOUTS)
 _MAX_HEAD_SIZE, _MAX_HEADS, _MAX_LENGTH, _MAX_BATCH, _MAX_DOCUMENTS = 768, 256, 1 << 20, 1 << 21, 1024
 _TRIANGLE = 2048  # side of the compressed mask of sparse modes 2 to 4, whatever the sequence lengths
 
@@ -45,8 +46,8 @@ def unsupported(
         return reason
     if transforming():
         return FUNCTORCH
-    if dropout != 0.0:
-        return "dropout"  # its random numbers are not the original's
+    if dropout != 0.0 and (reason := _dropout_reason(dropout, layout)):
+        return reason
     dtype, device = query.dtype, query.device
     if key.dtype is not dtype or value.dtype is not dtype:
         return "query, key and value differ in type"
@@ -126,6 +127,14 @@ def judge(
 _verdicts = Verdicts(judge)
 
 
+def _dropout_reason(dropout: float, layout: str) -> str | None:
+    if not 0.0 < dropout < 1.0:
+        return "a dropout that is not between 0 and 1"
+    if layout == "TND":
+        return "dropout of packed documents"
+    return "dropout under torch.compile" if is_compiling() else None
+
+
 def _compiling_reason() -> str | None:
     if not schema_has("npu_fusion_attention_v3"):
         return "torch.compile needs npu_fusion_attention_v3"
@@ -142,7 +151,7 @@ def _sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int, int]:
         return shape[0], shape[1], shape[2], shape[3]
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
-    raise ValueError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}")
+    raise ValueError(_UNKNOWN.format(layout))
 
 
 def _sinks_reason(sinks: Tensor, heads: int) -> str | None:
@@ -237,7 +246,8 @@ def attention(
         mask: what each query may see.
         layout: "BNSD", "BSND" or "TND".
         scale: None means D ** -0.5.
-        dropout: 0.0.
+        dropout: the share of probabilities that are dropped, the others being divided by 1 - dropout; drawn from the
+            device's generator by the operator itself, which is also what torch_npu's own attention runs.
         sinks: (N,) float32, a logit of each head that takes part in the softmax and is then dropped.
         return_lse: also return the log-sum-exp of the scaled scores, without gradient.
 
@@ -247,19 +257,22 @@ def attention(
 
     Raises:
         RuntimeError: the operator refuses the arguments; ask `unsupported` first.
-        ValueError: an unknown layout, or dropout.
+        ValueError: an unknown layout.
     """
-    if dropout != 0.0:
-        raise ValueError("the fused attention has no dropout")
-    _, heads, q_len, size = _sizes(query.shape, layout)
+    if layout not in _AXES:
+        raise ValueError(_UNKNOWN.format(layout))
+    heads_at, length_at = _AXES[layout]
+    shape = query.shape
+    heads, q_len, kv_len = shape[heads_at], shape[length_at], key.shape[length_at]
     if scale is None:
-        scale = size**-0.5
-    kv_len = key.shape[_LENGTH_AT[layout]]
+        scale = shape[-1] ** -0.5
     options = _mask_options(mask, query, q_len, kv_len)
     if mask.bias is not None:
         options["pse"] = _pse(mask.bias, mask.hard_bias, scale, heads, q_len, kv_len)
     if sinks is not None:
         options["sink"] = sinks
+    if dropout != 0.0:
+        options["keep_prob"] = 1.0 - dropout
     if return_lse and layout == "TND":
         options["softmax_layout"] = "TND"  # the default is data ordered (N, T, 8) in a (T, N, 8) tensor
     operator = torch.ops.npu.npu_fusion_attention_v3 if is_compiling() else torch.ops.npu.npu_fusion_attention
@@ -287,9 +300,10 @@ def _mask_options(mask: Mask, query: Tensor, q_len: int, kv_len: int) -> dict[st
     if kind == "dense":
         hidden = mask.hidden
         assert hidden is not None
-        if hidden.shape[-2] != q_len:
-            hidden = hidden.expand(*hidden.shape[:-2], q_len, hidden.shape[-1])
-        if hidden.dim() == 4 and hidden.shape[0] == 1 and hidden.shape[1] != 1:
+        shape = hidden.shape
+        if shape[-2] != q_len:
+            hidden = hidden.expand(*shape[:-2], q_len, shape[-1])
+        if len(shape) == 4 and shape[0] == 1 and shape[1] != 1:
             # (1, N, Sq, Skv) is not among the operator's shapes.
             hidden = hidden.expand(query.shape[0], -1, -1, -1)
         return _rows(mask.may_hide_rows, {"atten_mask": hidden, "sparse_mode": 1})

@@ -24,7 +24,7 @@ class PerTensor(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry[Value]] = {}
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int, int, Value]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,13 +35,11 @@ class PerTensor(Generic[Value]):
     def get(self, tensor: Tensor) -> Value | None:
         """The value that was put for this tensor object, if its content is still the same."""
         entry = self._entries.get(id(tensor))
-        if (
-            entry is not None
-            and entry.tensor() is tensor
-            and entry.version == tensor._version
-            and entry.pointer == tensor.data_ptr()
-        ):
-            return entry.value
+        if entry is None:
+            return None
+        reference, version, pointer, value = entry
+        if reference() is tensor and version == tensor._version and pointer == tensor.data_ptr():
+            return value
         return None
 
     def find(self, tensor: Tensor) -> Value | None:
@@ -52,12 +50,12 @@ class PerTensor(Generic[Value]):
         if tensor.is_inference():
             return None
         entry = self._entries.get(id(tensor))
-        if entry is not None and entry.tensor() is tensor:
+        if entry is not None and entry[0]() is tensor:
             return self.get(tensor)
-        for entry in list(self._entries.values()):
-            first = entry.tensor()
-            if first is not None and self.get(first) is entry.value and _place(first) == _place(tensor):
-                return entry.value
+        for reference, _, _, value in list(self._entries.values()):
+            first = reference()
+            if first is not None and self.get(first) is value and _place(first) == _place(tensor):
+                return value
         return None
 
     def put(self, tensor: Tensor, value: Value) -> Value:
@@ -66,15 +64,8 @@ class PerTensor(Generic[Value]):
             # The tensor's death removes the entry before its id can be given to another object; dict operations are
             # atomic.
             reference = weakref.ref(tensor, lambda _: entries.pop(key, None))
-            entries[key] = _Entry(reference, tensor._version, tensor.data_ptr(), value)
+            entries[key] = (reference, tensor._version, tensor.data_ptr(), value)
         return value
-
-
-class _Entry(Generic[Value]):
-    __slots__ = ("pointer", "tensor", "value", "version")
-
-    def __init__(self, tensor: weakref.ref[Tensor], version: int, pointer: int, value: Value) -> None:
-        self.tensor, self.version, self.pointer, self.value = tensor, version, pointer, value
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -82,7 +73,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-class Derived(Generic[Value]):
+class Derived(PerTensor[Value]):
     """`derived(tensor)` is `build(tensor)`, made once per tensor.
 
     While compiling or under a torch.func transform, for tensors that need a gradient, and for fake and inference
@@ -94,14 +85,18 @@ class Derived(Generic[Value]):
     """
 
     def __init__(self, build: Callable[[Tensor], Value], tensor_of: Callable[[Value], Any] | None = None) -> None:
+        super().__init__()
         self._build = build
         self._tensor_of = tensor_of
-        self.known: PerTensor[Value] = PerTensor()
+
+    def made(self, tensor: Tensor) -> Value | None:
+        """What was made for the tensor, or None; None while compiling."""
+        return None if tensor.requires_grad or is_compiling() else self.get(tensor)
 
     def __call__(self, tensor: Tensor) -> Value:
-        if is_compiling() or tensor.requires_grad:
+        if tensor.requires_grad or is_compiling():
             return self._build(tensor)
-        value = self.known.get(tensor)
+        value = self.get(tensor)
         if value is not None:
             return value
         if tensor.is_inference():
@@ -109,6 +104,4 @@ class Derived(Generic[Value]):
         with torch.inference_mode(False), torch.no_grad():
             value = self._build(tensor)
         made: Any = value if self._tensor_of is None else self._tensor_of(value)
-        if keep(made):
-            self.known.put(tensor, value)
-        return value
+        return self.put(tensor, value) if keep(made) else value

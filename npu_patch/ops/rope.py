@@ -141,13 +141,9 @@ def is_bnsd(shape: Sequence[int], table: Sequence[int]) -> bool:
     return len(shape) == 4 and table[1] == 1 and table[2] == shape[2] and (shape[1] != 1 or shape[2] != 1)
 
 
-def needs_adjoint(*tensors: Tensor) -> bool:
-    """True when `rotate` of one of the tensors will record a backward, which needs `adjoint_sine`."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return True
-    return False
+def needs_adjoint(x: Tensor, y: Tensor | None = None) -> bool:
+    """True when `rotate` of x or y will record a backward, which needs `adjoint_sine`."""
+    return torch.is_grad_enabled() and (x.requires_grad or (y is not None and y.requires_grad))
 
 
 def _exchanged(sin: Tensor, mode: str) -> Tensor:
@@ -226,3 +222,10 @@ def rotate(
                 adjoint = adjoint_sine(sin, mode)
             return _Rotate.apply(x, cos, sin, adjoint, mode, swap)
     return _rotary_mul(x, cos, sin, mode, swap)
+
+
+def rotate_by_constants(x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor | None, swap: bool) -> Tensor:
+    """`rotate` by tables that need no gradient; with adjoint None nothing needs one (`needs_adjoint`)."""
+    if adjoint is None:
+        return _rotary_mul(x, cos, sin, mode, swap)
+    return _Rotate.apply(x, cos, sin, adjoint, mode, swap)

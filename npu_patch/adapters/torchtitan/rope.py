@@ -164,10 +164,11 @@ def _rotate(query: Tensor, key: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
         if records:
             return _RotatePair.apply(query, key, buffer, cos, sin, adjoint, mode)
         return _turn(query, key, buffer, cos, sin, mode)
+    rotate = op.rotate_by_constants
     if not folded:
-        return op.rotate(query, cos, sin, mode, adjoint, False), op.rotate(key, cos, sin, mode, adjoint, False)
-    q = op.rotate(_fold(query, rows), cos, sin, mode, adjoint, False).view(query.shape)
-    return q, op.rotate(_fold(key, rows), cos, sin, mode, adjoint, False).view(key.shape)
+        return rotate(query, cos, sin, mode, adjoint, False), rotate(key, cos, sin, mode, adjoint, False)
+    q = rotate(_fold(query, rows), cos, sin, mode, adjoint, False).view(query.shape)
+    return q, rotate(_fold(key, rows), cos, sin, mode, adjoint, False).view(key.shape)
 
 
 def _rotate_traced(query: Tensor, key: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -207,11 +208,16 @@ def _forward_adapter(cls: Any, mode: str) -> Callable[[Any, Site], Callable[...,
 
 def _shared_plan(cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | None, mode: str) -> _Plan | None:
     """The plan for a call of a rotary forward; None where the original has to run."""
-    question = (mode, query.shape, key.shape, query.dtype, key.dtype, query.device, key.device, cache.requires_grad)
+    known = None if positions is None else known_facts(positions)
+    tables = None if cache.requires_grad else known_tables(cache)
+    device = query.device
+    question = (mode, tables, query.shape, key.shape, query.dtype, key.dtype, device)
     plan: _Plan | None = None
-    if positions is not None and (known := known_facts(positions)) and (tables := known_tables(cache)):
-        plan = known.ready.get((tables, question))
-    if plan is not None or query.device.type != "npu":
+    if key.device != device:
+        return None
+    if known is not None and tables is not None:
+        plan = known.ready.get(question)
+    if plan is not None or device.type != "npu":
         return plan
     rows = shared_rows(cache, query.shape, positions, mode)
     made = None if rows is None else _plan(query, key, rows)
@@ -220,7 +226,7 @@ def _shared_plan(cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | 
     known = None if positions is None else known_facts(positions)
     tables = known_tables(cache)
     if known is not None and tables is not None and keep(made.rows.cos):
-        known.ready[tables, question] = made
+        known.ready[(mode, tables, *question[2:])] = made
     return made
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from ...discovery import NotRecognised
 from ...discovery.sdpa import recognise_sdpa
 from ...ops import attention as op
+from ...ops.guards import NOT_ON_NPU
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY, eager_attention, flash_attention, masks
-from .fused import HARMLESS, fused, hidden_of
+from .fused import HARMLESS, dense_of, fused
 
 _OP = "attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -78,8 +79,7 @@ def _with_position_bias(original: Any, site: Site) -> Callable[..., Any]:
         if position_bias is not None:
             reason = "position_bias"
         else:
-            given = (query, key, value, attention_mask)
-            why, output = _attend(module, *given, dropout, scaling, is_causal, kwargs, site)
+            why, output = _attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs, site)
             if why is None:
                 return output, None
             reason = why
@@ -147,28 +147,31 @@ def _attend(
     site: Site,
 ) -> tuple[str | None, Any]:
     """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous)."""
-    if query.device.type != "npu":
-        return "not on an NPU", None
-    if dropout:
-        return "dropout", None
-    for name, given in kwargs.items():
-        if name not in HARMLESS and given is not None and given is not False:
-            return f"keyword {name}", None
+    if not HARMLESS.issuperset(kwargs):
+        for name, given in kwargs.items():
+            if name not in HARMLESS and given is not None and given is not False:
+                return f"keyword {name}", None
     groups = getattr(module, "num_key_value_groups", 1)
-    if query.dim() != 4 or query.shape[1] != key.shape[1] * max(groups, 1):
+    shape, key_shape = query.shape, key.shape
+    if len(shape) != 4 or len(key_shape) != 4 or shape[1] != key_shape[1] * (groups if groups > 1 else 1):
         return "query heads are not key heads times num_key_value_groups", None
     if torch.is_autocast_enabled("npu"):  # the stock function is cast by autocast, the operator is not
         dtype = torch.get_autocast_dtype("npu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    q_len, kv_len = query.shape[2], key.shape[2]
+    q_len, kv_len = shape[2], key_shape[2]
     if attention_mask is not None:
+        dense = dense_of.made(attention_mask)
+        if dense is not None:
+            return fused(query, key, value, dense, scaling, site, dropout=dropout)
         known = masks.known(attention_mask, query, key)
         if known is not None:
-            reason, output = fused(query, key, value, known, scaling, site)
+            reason, output = fused(query, key, value, known, scaling, site, dropout=dropout)
             if reason is None or known.kind != "documents":
                 return reason, output
-        if attention_mask.dtype == torch.bool:  # True where the key is seen
-            mask = op.Mask.dense(hidden_of(attention_mask))
+        if attention_mask.dtype is torch.bool:
+            if query.device.type != "npu":  # before anything is made of the mask
+                return NOT_ON_NPU, None
+            mask = dense_of(attention_mask)
         elif attention_mask.is_floating_point():
             mask = op.Mask.full().with_bias(attention_mask)
         else:
@@ -179,4 +182,4 @@ def _attend(
         mask = op.Mask.causal("upper_left")
     else:
         mask = op.Mask.full()
-    return fused(query, key, value, mask, scaling, site)
+    return fused(query, key, value, mask, scaling, site, dropout=dropout)

@@ -38,11 +38,12 @@ HARMLESS = frozenset(
 
 
 def _inverted(mask: Tensor) -> Tensor:
+    """True where a key is hidden; one for all samples where they share it in memory."""
     return torch.logical_not(mask[:1] if mask.dim() == 4 and mask.stride(0) == 0 else mask)
 
 
-hidden_of = Derived(_inverted)
-"""True where a bool mask hides a key: made once for all layers, and for all samples where they share it in memory."""
+dense_of = Derived(lambda mask: op.Mask.dense(_inverted(mask)), lambda dense: dense.hidden)
+"""A bool mask, True where a key is seen, for the operator: made once for all layers of a step."""
 
 
 def fused(
@@ -53,6 +54,7 @@ def fused(
     scale: float | None,
     site: Site,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[str | None, Any]:
     """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous), for tensors (B, N, S, D) on an NPU."""
     # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
@@ -64,13 +66,13 @@ def fused(
     shape = query.shape
     if layout == "TND":
         query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    reason = op.unsupported(query, key, value, mask, layout=layout, scale=scale, sinks=sinks)
+    reason = op.unsupported(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
     if reason is not None:
         return reason, None
     if is_compiling():  # the shape functions promise the strides of the inputs, the operator's results are contiguous
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     site.hit()
-    output = op.attention(query, key, value, mask, layout=layout, scale=scale, sinks=sinks)
+    output = op.attention(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
     if layout == "BNSD":
         return None, output.transpose(1, 2).contiguous()
     if layout == "TND":

@@ -15,6 +15,7 @@ import npu_patch
 import npu_patch.simulator
 from npu_patch import functions
 from npu_patch.adapters.transformers import attention
+from npu_patch.ops.per_tensor import Derived
 from npu_patch.sites import Site
 
 from ...support.numerics import relative_error
@@ -250,7 +251,7 @@ def test_mixed_types_under_autocast_give_the_originals_type():
 def test_on_the_cpu_the_original_runs_and_nothing_is_prepared_for_the_operator(monkeypatch):
     query, key, value = (x.cpu() for x in qkv())
     function, site = patched()
-    monkeypatch.setattr(attention, "hidden_of", None)
+    monkeypatch.setattr(attention, "dense_of", Derived(lambda mask: pytest.fail("a mask was prepared")))
     for mask in (None, random_mask(2, 1, 6, 6)):
         assert torch.equal(function(layer(), query, key, value, mask)[0], ORIGINAL(layer(), query, key, value, mask)[0])
     assert site.fallbacks == {"not on an NPU": 2}
