@@ -114,6 +114,9 @@ def _recognise(original: Any) -> EagerMeaning:
         own = sinks if "sinks" in read else None
         for training in (False, True):
             _compare(run(q, k, v, mask, sinks, training=training), q, k, v, mask, _SCALE, own)
+        _compare(run(q, k, v, mask, sinks, dropout=0.5), q, k, v, mask, _SCALE, own)  # not in training: no dropout
+        if bool(run(q, k, v, mask, sinks, dropout=1.0, training=True).any()):
+            raise NotRecognised("drops no probabilities in training")
         # Keywords that models hand to every function: what they say is in the mask and the module already.
         ignored: dict[str, Any] = {"sliding_window": 2, "s_aux": sinks + 1.0, "is_causal": True, "position_ids": None}
         _compare(run(q, k, v, mask, sinks, **ignored), q, k, v, mask, _SCALE, own)

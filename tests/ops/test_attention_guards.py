@@ -78,11 +78,19 @@ def test_dense_masks_that_do_not_fit_have_a_reason(shape: tuple[int, ...]) -> No
     assert ops.unsupported(*args, **options) == "the dense mask's shape"
 
 
-def test_dropout_has_a_reason() -> None:
-    args, options = same(1, 2, 3, 8, dropout=0.1)
-    assert ops.unsupported(*args, **options) == "dropout"
-    with pytest.raises(ValueError, match="dropout"):
+@pytest.mark.parametrize("dropout", [1.0, -0.1, 1.5])
+def test_a_dropout_that_leaves_nothing_or_is_none_has_a_reason(dropout: float) -> None:
+    args, options = same(1, 2, 3, 8, dropout=dropout)
+    assert ops.unsupported(*args, **options) == "a dropout that is not between 0 and 1"
+    with pytest.raises(RuntimeError):
         ops.attention(*args, **options)
+
+
+def test_dropout_of_packed_documents_has_a_reason() -> None:
+    args = [t(6, 2, 8) for _ in range(3)]
+    mask = Mask.documents((2, 6), (2, 6))
+    assert ops.unsupported(*args, mask, layout="TND", dropout=0.1) == "dropout of packed documents"
+    assert ops.unsupported(*args, mask, layout="TND") is None
 
 
 def test_off_the_npu_there_is_a_reason() -> None:

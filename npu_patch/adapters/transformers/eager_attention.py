@@ -71,8 +71,9 @@ def _attend(meaning: EagerMeaning, given: Mapping[str, Any], site: Site) -> tupl
         return "an argument is missing", None
     if query.device.type != "npu":
         return "not on an NPU", None
-    if given.get("dropout"):
-        return "dropout", None
+    dropout = given.get("dropout") or 0.0
+    if dropout and not module.training:
+        dropout = 0.0
     for name, argument in given.items():
         if name not in _IGNORED and argument is not None and argument is not False:
             return f"keyword {name}", None
@@ -97,10 +98,10 @@ def _attend(meaning: EagerMeaning, given: Mapping[str, Any], site: Site) -> tupl
         dtype = torch.get_autocast_dtype("npu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mask is None:
-        return fused(query, key, value, op.Mask.full(), scale, site, sinks)
+        return fused(query, key, value, op.Mask.full(), scale, site, sinks, dropout)
     known = masks.known(mask, query, key)
     if known is not None:
-        reason, output = fused(query, key, value, known, scale, site, sinks)
+        reason, output = fused(query, key, value, known, scale, site, sinks, dropout)
         if reason is None or known.kind != "documents":
             return reason, output
     if not mask.is_floating_point() or mask.dim() != 4:
@@ -112,7 +113,7 @@ def _attend(meaning: EagerMeaning, given: Mapping[str, Any], site: Site) -> tupl
         if hard and query.dtype is torch.bfloat16 and mask.dtype is torch.float32:  # under autocast
             mask = _in_bfloat16(mask)
         written = op.Mask.full().with_bias(mask, hard=hard)
-    return fused(query, key, value, written, scale, site, sinks)
+    return fused(query, key, value, written, scale, site, sinks, dropout)
 
 
 def _weights_wanted(module: Any) -> bool:

@@ -65,7 +65,7 @@ def _adapter(original: Any, site: Site) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         call = None
-        reason = _refusal(query, dropout, softcap, kwargs)
+        reason = _refusal(query, softcap, kwargs)
         if query.device.type == "npu" and query.dim() == 4 and query.numel():
             target = settings["get_target_dtype"](query, module)
             tensors = query, key, value
@@ -76,7 +76,7 @@ def _adapter(original: Any, site: Site) -> Callable[..., Any]:
                 *tensors, attention_mask, causal, scaling, sliding_window, bool(settings["_use_top_left_mask"])
             )
             if reason is None:
-                reason, output = _attend(call, s_aux, kwargs, site)
+                reason, output = _attend(call, s_aux, dropout, kwargs, site)
                 if reason is None:
                     return output, None
         assert reason is not None
@@ -101,11 +101,9 @@ def _adapter(original: Any, site: Site) -> Callable[..., Any]:
     return flash
 
 
-def _refusal(query: Tensor, dropout: float, softcap: float | None, kwargs: Mapping[str, Any]) -> str | None:
+def _refusal(query: Tensor, softcap: float | None, kwargs: Mapping[str, Any]) -> str | None:
     if query.device.type != "npu":
         return "not on an NPU"
-    if dropout:
-        return "dropout"
     if softcap is not None:
         return "keyword softcap"
     for name, given in kwargs.items():
@@ -133,7 +131,9 @@ class _Call(NamedTuple):
         return self.window is not None and self.key.shape[2] > self.window
 
 
-def _attend(call: _Call, s_aux: Tensor | None, kwargs: Mapping[str, Any], site: Site) -> tuple[str | None, Any]:
+def _attend(
+    call: _Call, s_aux: Tensor | None, dropout: float, kwargs: Mapping[str, Any], site: Site
+) -> tuple[str | None, Any]:
     """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous)."""
     query, key, value, padding, causal, scale, _, top_left = call
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
@@ -144,7 +144,7 @@ def _attend(call: _Call, s_aux: Tensor | None, kwargs: Mapping[str, Any], site: 
         seen = padding.shape[1]
         key, value = key[:, :, :seen], value[:, :, :seen]  # a static cache holds nothing behind
         mask = op.Mask.dense(_hidden(padding, query.shape[2], causal, window))
-        return fused(query, key, value, mask, scale, site, sinks)
+        return fused(query, key, value, mask, scale, site, sinks, dropout)
     ends = _document_ends(query, key, kwargs)
     if isinstance(ends, str):
         return ends, None
@@ -155,7 +155,7 @@ def _attend(call: _Call, s_aux: Tensor | None, kwargs: Mapping[str, Any], site: 
             mask = op.Mask.documents(ends[0], ends[1], causal=causal, window=window)
         except ValueError as error:
             return str(error), None
-        return fused(query, key, value, mask, scale, site, sinks)
+        return fused(query, key, value, mask, scale, site, sinks, dropout)
     if not causal:
         if window is not None:
             return "a window without causality", None
@@ -166,7 +166,7 @@ def _attend(call: _Call, s_aux: Tensor | None, kwargs: Mapping[str, Any], site: 
         mask = op.Mask.full() if query.shape[2] == 1 else op.Mask.causal("upper_left")
     else:
         mask = op.Mask.causal() if window is None else op.Mask.band(window)
-    return fused(query, key, value, mask, scale, site, sinks)
+    return fused(query, key, value, mask, scale, site, sinks, dropout)
 
 
 # ---- packed sequences ------------------------------------------------------------------------------------------------

@@ -58,13 +58,12 @@ def fused(
 ) -> tuple[str | None, Any]:
     """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous), for tensors (B, N, S, D) on an NPU."""
     # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
-    layout = "BNSD" if query.is_contiguous() and key.is_contiguous() else "BSND"
-    if mask.kind == "documents":
-        layout = "TND"
+    packed = mask.kind == "documents"
+    layout = "TND" if packed else "BNSD" if query.is_contiguous() and key.is_contiguous() else "BSND"
+    lengths = (query.shape[0], query.shape[2]) if packed else ()
     if layout != "BNSD":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    shape = query.shape
-    if layout == "TND":
+    if packed:
         query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     reason = op.unsupported(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
     if reason is not None:
@@ -75,6 +74,6 @@ def fused(
     output = op.attention(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
     if layout == "BNSD":
         return None, output.transpose(1, 2).contiguous()
-    if layout == "TND":
-        output = output.unflatten(0, shape[:2])
+    if packed:
+        output = output.unflatten(0, lengths)
     return None, output.contiguous()

@@ -175,7 +175,7 @@ def test_an_additive_mask_that_the_operator_cannot_take_is_still_added():
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"dropout": 0.1}, "dropout"),
+        ({"dropout": 1.0}, "a dropout that is not between 0 and 1"),
         ({"s_aux": 1}, "keyword s_aux"),
         ({"something_new": 1}, "keyword something_new"),
         ({"output_attentions": True}, "keyword output_attentions"),
@@ -192,6 +192,22 @@ def test_what_the_operator_cannot_honour_runs_the_original(keywords, reason):
     args = layer(), query, key, value, None
     assert same(outcome(function, *args, **keywords), outcome(ORIGINAL, *args, **keywords))
     assert (site.hits, site.fallbacks) == (0, {reason: 1})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_dropout_drops_what_the_original_drops(masked):
+    query, key, value = (x.requires_grad_() for x in qkv(q_len=16, kv_len=16))
+    mask = random_mask(2, 1, 16, 16).to("npu") if masked else None
+    function, site = patched()
+    results = []
+    for f in (function, ORIGINAL):
+        torch.npu.manual_seed(3)
+        output = f(layer(), query, key, value, mask, dropout=0.3)[0]
+        results.append([output, *torch.autograd.grad(output.square().sum(), (query, key, value))])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+    assert relative_error(results[0][0], function(layer(), query, key, value, mask)[0]) > 0.1
+    assert (site.hits, site.fallbacks) == (2, {})
 
 
 def test_a_soft_cap_is_refused_as_the_original_refuses_it():

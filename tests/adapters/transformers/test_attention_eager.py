@@ -78,6 +78,9 @@ def test_a_model_with_sdpa_support_keeps_its_eager_function():
     assert not list(eager_attention.find(modeling_llama))
 
 
+CHANGES = ("scale", "softmax", "mask", "flag", "window", "no weights", "dropout", "training")
+
+
 def _changed(change: str) -> Any:
     import inspect
     import textwrap
@@ -99,7 +102,7 @@ def _changed(change: str) -> Any:
     return namespace["plain"]
 
 
-@pytest.mark.parametrize("change", ["scale", "softmax", "mask", "flag", "window", "no weights", "training"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_function_that_computes_something_else_is_left(change):
     with pytest.raises(NotRecognised):
         recognise_eager(_changed(change))
@@ -124,7 +127,6 @@ def test_a_soft_cap_runs_the_original():
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"dropout": 0.1}, "dropout"),
         ({"output_attentions": True}, "keyword output_attentions"),
         ({"position_bias": 1}, "keyword position_bias"),
         ({"something_new": 1}, "keyword something_new"),
@@ -151,6 +153,25 @@ def test_what_the_operator_cannot_honour_runs_the_original(keywords, reason):
     else:
         assert ours is theirs
     assert (site.hits, site.fallbacks) == (0, {reason: 1})
+
+
+def test_dropout_has_the_originals_distribution():
+    function, site, original = plain_patched()
+    q, k, _ = qkv()
+    unit = torch.eye(6).expand(2, 2, 6, 6).contiguous().to("npu")  # makes the output the weights
+    torch.npu.manual_seed(3)
+    results = []
+    for f in (function, original):
+        drawn = [f(layer(training=True), q, k, unit, None, scaling=0.25, dropout=0.25)[0].cpu() for _ in range(200)]
+        results.append(torch.stack(drawn))
+    exact = original(layer(), q, k, unit, None, scaling=0.25)[0].cpu()
+    for result in results:
+        assert abs((result == 0).float().mean() - 0.25) < 0.01
+        kept = result[result != 0] / exact.expand_as(result)[result != 0]
+        assert (kept * 0.75 - 1).abs().max() < 1e-5
+    still = function(layer(), q, k, unit, None, scaling=0.25, dropout=0.25)[0]  # not in training
+    assert relative_error(still, exact) < 1e-6
+    assert (site.hits, site.fallbacks) == (201, {})
 
 
 def test_a_forward_hook_on_the_attention_gets_the_weights():
