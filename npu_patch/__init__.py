@@ -11,14 +11,15 @@ Importing this package imports neither torch nor a model library.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
+import sys
 from typing import Any
 
 import npu_patch_startup
 
 from . import settings as _settings
-from .engine import Patcher
+from .engine import Patcher, Scope
 from .report import Row, Status
 from .settings import SettingsError
 from .tables import OpsTable, Strategy
@@ -76,7 +77,7 @@ def disable(*names: str) -> None:
         _patcher.clear()
 
 
-def scope(*names: str, **changes: bool) -> contextlib.AbstractContextManager[None]:
+def scope(*names: str, **changes: bool) -> Scope:
     """A block with other ops: `scope("rms_norm")` has exactly these on, `scope(rope=False)` changes the table outside.
 
     Scopes hold for the whole process (other threads see them) and may close in any order.  With activation
@@ -119,7 +120,12 @@ def status(model: Any = None) -> Status:
 
     Args:
         model: a torch.nn.Module; adds rows for its modules whose own `forward` attribute hides a patched class.
+
+    Raises:
+        TypeError: the model is something else.
     """
+    if model is not None and not hasattr(model, "named_modules"):
+        raise TypeError(f"status() takes a torch.nn.Module or nothing, got a {type(model).__name__}")
     result = _patcher.status(model)
     if _state.error is not None:
         return Status(result.rows, (*result.notes, f"not active: {_state.error}"))
@@ -222,5 +228,8 @@ def __getattr__(name: str) -> Any:
 
 npu_patch_startup.watch()
 if not npu_patch_startup.loading_simulator():
-    with contextlib.suppress(SettingsError):  # raised where a library is imported, so that it cannot be missed
+    try:
         _activate()
+    except SettingsError as error:  # raised where a library is imported, so that it cannot be missed
+        if os.path.basename(getattr(sys, "argv", [""])[0]) not in ("-m", "npu-patch"):  # it says so itself
+            logging.getLogger("npu_patch").warning("npu_patch: not active: %s", error)

@@ -110,6 +110,8 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         elif name == "--simulate" and not equals:
             word = "--simulate=1"
         options.append(word)
+        if word == "--simulate=1" and not equals and rest and rest[0].partition(":")[0].isdigit():
+            raise ValueError(f"write --simulate={rest[0]}, without a space")
     return options, rest
 
 

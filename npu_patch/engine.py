@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,22 @@ class Layer:
 
     table: dict[str, bool] = field(default_factory=dict)
     exact: bool = False
+
+
+class Scope(contextlib.ContextDecorator):
+    """A block with other ops; may be entered again, also while it is open."""
+
+    def __init__(self, patcher: Patcher, table: Mapping[str, bool], exact: bool) -> None:
+        self._patcher, self._table, self._exact = patcher, dict(table), exact
+        self._layers: list[Layer] = []
+
+    def __enter__(self) -> None:
+        layer = Layer(dict(self._table), self._exact)
+        self._patcher._open(layer)
+        self._layers.append(layer)
+
+    def __exit__(self, *error: object) -> None:
+        self._patcher._close(self._layers.pop())
 
 
 class Patcher:
@@ -92,25 +108,30 @@ class Patcher:
             self._layers[:] = [Layer(exact=True)]
         self.sync()
 
-    @contextlib.contextmanager
-    def scope(self, table: Mapping[str, bool], exact: bool) -> Iterator[None]:
+    def scope(self, table: Mapping[str, bool], exact: bool) -> Scope:
         """One more layer while the block runs.  Scopes are process-wide and may close in any order."""
-        layer = Layer(dict(table), exact)
+        return Scope(self, table, exact)
+
+    def _open(self, layer: Layer) -> None:
         with self._lock:
             self._layers.append(layer)
         try:
             self.sync()
-            yield
-        finally:
-            with self._lock:
-                self._layers[:] = [other for other in self._layers if other is not layer]
-            self.sync()
+        except BaseException:  # an interrupt: the block will not run
+            self._close(layer)
+            raise
+
+    def _close(self, layer: Layer) -> None:
+        with self._lock:
+            self._layers[:] = [other for other in self._layers if other is not layer]
+        self.sync()
 
     def configure(self, op: str, options: Mapping[str, OptionValue]) -> None:
         with self._lock:
             changed = any(self._options[op][name] != value for name, value in options.items())
             self._options[op].update(options)
         if changed:
+            self.sync()
             _forget_compiled()
 
     def strategy(self) -> dict[str, dict[str, OptionValue]]:
@@ -233,18 +254,21 @@ class Patcher:
             self._unavailable = self._ask()
             self._available = self._unavailable is None
             if self._unavailable is not None and self._unavailable.final:
-                log.warning("npu_patch: nothing is patched: %s", self._unavailable.reason)
+                log.warning("npu_patch: nothing is patched: %s (see npu-patch doctor)", self._unavailable.reason)
             elif self._unavailable is not None:
                 self._hook("torch_npu", lambda module: self._on_torch_npu())
         return self._available
 
     def _settle(self, record: Record) -> bool:
         """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
-        want = self.enabled(record.found.op) and (isinstance(record.found, Target) or self.strict)
+        op = record.found.op
+        want = record.wanted(self.enabled(op), self._options[op], self.strict)
         if want == record.on or record.problem:
             return False
         try:
-            return self._install(record) if want else self._remove(record)
+            changed = self._install(record) if want else self._remove(record)
+            log.info("npu_patch: %s %s", "patched" if want else "restored", record.found.name)
+            return changed
         except MissingTarget as error:
             record.problem, record.missing = str(error), True
         except Exception as error:

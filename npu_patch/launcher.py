@@ -63,7 +63,10 @@ def run(request: Request) -> int:
     nested = _around(plan.environment)
     with tempfile.TemporaryDirectory(prefix="npu_patch-", dir=nested) as temporary:
         folder = plan.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--report: cannot make the folder {str(folder)!r}: {error.strerror}") from None
         others = merging.files(folder)
         environment = {**plan.environment, "NPU_PATCH_REPORT": str(folder), process.LAUNCHER: str(folder)}
         status = _wait(_spawn(plan.command, environment))
@@ -208,6 +211,6 @@ def _hand_up(folder: Path, around: Path) -> None:
 def _print(merged: merging.Merged, missed: Sequence[str]) -> None:
     lines = [str(merged)] if merged.rows or merged.notes else []
     if not merged.workers:
-        lines.append("npu_patch: no Python process of this command imported torchtitan or transformers")
+        lines.append("npu_patch: no Python process of this command reported that it imported model code")
     lines += [f"npu_patch: {op} was named but ran in no process" for op in missed]
     sys.stderr.write("".join(f"{line}\n" for line in lines if line))

@@ -24,6 +24,7 @@ class MergedRow:
         hits: worker → eager calls that ran the fused operator.
         fallbacks: reason → worker → eager calls that ran the original.
         compiled: traced by torch.compile somewhere, where calls cannot be counted.
+        supporting: has no calls to count.
     """
 
     op: str
@@ -35,6 +36,7 @@ class MergedRow:
     hits: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, dict[str, int]] = field(default_factory=dict)
     compiled: bool = False
+    supporting: bool = False
     states: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -62,7 +64,7 @@ class Merged:
         return sorted(set(ops) - ran)
 
     def __str__(self) -> str:
-        title = "npu_patch" if len(self.workers) < 2 else f"npu_patch: {len(self.workers)} workers"
+        title = "npu_patch" if len(self.workers) < 2 else f"npu_patch: {len(self.workers)} workers, hits of each"
         notes = list(self.notes)
         if self.unfinished:
             notes.append(f"killed before the end, counted up to the last write: {', '.join(self.unfinished)}")
@@ -155,6 +157,7 @@ def _add(rows: dict[tuple[str, str, str], MergedRow], workers: list[str], worker
         merged = rows[key] = MergedRow(*key, hits=dict.fromkeys(workers, 0))
     merged.hits[worker] += row["hits"]
     merged.compiled |= row["state"] == "compiled"
+    merged.supporting |= row.get("supporting", False)
     merged.states.setdefault(row["state"], []).append(worker)
     merged.meaning = merged.meaning or row["meaning"]
     merged.reason = merged.reason or row["reason"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .installing import Installed, Slot
-from .registry import Target, Unrecognised
+from .registry import OptionValue, Target, Unrecognised
 from .report import Row
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ class Record:
     def on(self) -> bool:
         return self.installed is not None and self.installed.on
 
+    def wanted(self, enabled: bool, options: Mapping[str, OptionValue], strict: bool) -> bool:
+        """Whether it should be installed, its op being on or not."""
+        if isinstance(self.found, Unrecognised):
+            return enabled and strict
+        return enabled and (not self.found.only_if or bool(options[self.found.only_if]))
+
     def row(self, enabled: bool) -> Row:
         """The place as users see it; `enabled`: whether its op is on."""
         state, reason = self._state(enabled)
@@ -48,6 +54,7 @@ class Record:
             hits=self.site.hits if self.site is not None else 0,
             fallbacks=dict(self.site.fallbacks) if self.site is not None else {},
             reason=reason,
+            supporting=getattr(self.found, "supporting", False),
         )
 
     def _state(self, enabled: bool) -> tuple[str, str]:
@@ -56,6 +63,8 @@ class Record:
         if self.problem:
             return ("missing" if self.missing else "unrecognised"), self.problem
         if self.installed is None or not self.installed.on:
+            if enabled and self.found.only_if:
+                return "off", f"needs the option {self.found.only_if}: {self.found.op}:{self.found.only_if}=1"
             return ("waiting" if enabled else "off"), ""
         if not self.installed.in_place():
             moved = self.installed.place.moved()

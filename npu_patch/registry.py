@@ -51,6 +51,8 @@ class Target:
         adapter: `adapter(original, site) -> function`; called once per installation.
         meaning: what the original was recognised as.
         rebind: package prefixes in which names bound by `from module import f` follow the change.
+        only_if: name of a bool option of the op; without it the target is left alone.
+        supporting: a part of an op that computes nothing itself, such as a mask builder: it has no calls to count.
         objects: the original may be a callable object, bound to a name of the module; elsewhere it must be a function.
     """
 
@@ -62,6 +64,8 @@ class Target:
     meaning: str = ""
     rebind: tuple[str, ...] = ()
     objects: bool = False
+    only_if: str = ""
+    supporting: bool = False
 
     @property
     def name(self) -> str:

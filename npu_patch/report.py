@@ -28,6 +28,7 @@ class Row:
         hits: eager calls that ran the fused operator.
         fallbacks: reason → eager calls that ran the original for it.
         reason: why the state is what it is, where that needs saying.
+        supporting: a part of an op that computes nothing itself, such as a mask builder: it has no calls to count.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Row:
     hits: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
+    supporting: bool = False
 
 
 class Status:
@@ -84,6 +86,7 @@ class Status:
     __repr__ = __str__
 
 
+_WIDE = 48  # a longer target takes two lines, broken after its module
 HEADINGS = ("op", "target", "state", "meaning", "hits", "fallbacks")
 
 
@@ -92,10 +95,10 @@ def render(rows: Iterable[Any], notes: Iterable[str], hits: Any, fallbacks: Any,
     cells = [
         (
             row.op,
-            row.target,
+            row.target.replace(":", ":\n  ") if len(row.target) > _WIDE else row.target,
             f"{row.state}: {row.reason}" if row.reason else row.state,
             row.meaning or "-",
-            hits(row),
+            "-" if row.supporting else hits(row),
             fallbacks(row),
         )
         for row in rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -72,6 +73,12 @@ def resolve(name: str) -> tuple[str, ...]:
     if word in _ALIASES:
         return _ALIASES[word]
     known = [*BY_NAME, *GROUPS]
+    if word in ("default", "all", "none") or word in ON:
+        raise SettingsError(f"{name!r} is not an op: enable() and disable() without names mean all of them")
+    if len(parts := re.split(r"[\s,;]+", word)) > 1 and all(part.lstrip("+-") in known for part in parts if part):
+        raise SettingsError(
+            f"{name!r} is several names: pass each on its own, or separate them by commas in NPU_PATCH_OPS"
+        )
     raise SettingsError(f"unknown op {name!r}; known ops: {', '.join(known)}{_nearest(word, [*known, *_ALIASES])}")
 
 

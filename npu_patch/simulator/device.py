@@ -46,7 +46,7 @@ def load(devices: int | None = None, soc: str | None = None) -> None:
     Call it before torch is imported. What is not given comes from ``NPU_PATCH_SIMULATE=N[:SOC]``, else one Ascend910B.
     The libraries are compiled on first use (a few seconds, once per user). The kernels are registered right after
     torch_npu is imported; the device is not initialised: ``torch.npu.is_initialized()`` stays False until the first
-    tensor, so forked children can use it. A second call does nothing.
+    tensor, so forked children can use it. A second call does nothing, but raises where it asks for something else.
 
     Sets ``NPU_PATCH_SIMULATE`` to the request, so that child processes in which npu_patch is active are simulated as
     well, and ``TASK_QUEUE_ENABLE=0`` where it is unset, so that errors come at the call. ``NPU_PATCH_SIM_LOG=1`` logs
@@ -58,6 +58,11 @@ def load(devices: int | None = None, soc: str | None = None) -> None:
     global _loaded
     with _lock:
         if _loaded is not None:
+            if devices not in (None, _loaded[0]) or soc not in (None, _loaded[1]):
+                raise SimulatorError(
+                    f"{_loaded[0]} devices of type {_loaded[1]} are simulated in this process already: "
+                    "load() can ask for something else only in a new process"
+                )
             return
         wanted = _resolve(devices, soc)
         if "torch" in sys.modules:

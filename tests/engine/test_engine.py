@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -12,6 +13,7 @@ import types
 
 import pytest
 
+from npu_patch import registry
 from npu_patch.ops.availability import Unavailable
 from npu_patch.registry import Target
 from npu_patch.sites import StrictError
@@ -113,6 +115,33 @@ def test_an_exception_inside_a_scope_leaves_nothing_behind(fake):
         block()
     assert inside == ["patched"]
     assert same(before, snapshot(fake))
+
+
+def test_a_scope_can_be_entered_again_and_decorate_a_function(fake):
+    norms = fake.load("norms")
+    patcher = fake.patcher()
+    scope = patcher.scope({"rms_norm": True}, exact=True)
+    for _ in range(2):
+        with scope, scope:
+            assert norms.Own().forward(1)[0] == "patched"
+        assert norms.Own().forward(1)[0] == "original"
+    assert scope(lambda: norms.Own().forward(1)[0])() == "patched"
+
+
+def test_a_target_that_needs_an_option_is_off_without_it_and_says_so(fake, monkeypatch):
+    option = registry.Option("separate", False, "for the test")
+    monkeypatch.setitem(registry.__dict__, "OPS", (dataclasses.replace(registry.OPS[0], options=(option,)),))
+    fake.extra = [fake.target("rms_norm", "norms", "Base.forward", fakes.patched, only_if="separate")]
+    norms = fake.load("norms")
+    patcher = fake.patcher()
+    patcher.set({"rms_norm": True})
+    row = rows(patcher)["Base.forward"]
+    assert (row.state, row.reason) == ("off", "needs the option separate: rms_norm:separate=1")
+    assert norms.Base().forward(1)[0] == "original"
+    patcher.configure("rms_norm", {"separate": True})
+    assert norms.Base().forward(1)[0] == "patched"
+    patcher.configure("rms_norm", {"separate": False})
+    assert norms.Base().forward(1)[0] == "original"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -262,7 +291,7 @@ def test_without_an_npu_everything_stays_the_original_with_one_warning(fake, cap
     assert same(before, snapshot(fake))
     assert len(asked) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "npu_patch: nothing is patched: torch_npu is not installed"
+        "npu_patch: nothing is patched: torch_npu is not installed (see npu-patch doctor)"
     ]
     status = patcher.status()
     assert {row.state for row in status} == {"waiting"}

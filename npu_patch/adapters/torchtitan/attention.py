@@ -57,7 +57,13 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     yield from masks.find(module)
     if isinstance(vars(module).get("_get_default_save_ops"), FunctionType):
         yield Target(
-            _OP, _LIBRARY, name, "_get_default_save_ops", _save_ops_adapter, "operators whose results are kept"
+            _OP,
+            _LIBRARY,
+            name,
+            "_get_default_save_ops",
+            _save_ops_adapter,
+            "operators whose results are kept",
+            supporting=True,
         )
 
 

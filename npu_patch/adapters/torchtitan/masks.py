@@ -33,10 +33,21 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         if not isinstance(value, FunctionType):
             continue
         if _compiled_builder(value) and not name.startswith("_"):
-            yield Target(_OP, _LIBRARY, module.__name__, name, _builder_adapter, "builds a block mask", ("torchtitan",))
+            yield Target(
+                _OP,
+                _LIBRARY,
+                module.__name__,
+                name,
+                _builder_adapter,
+                "builds a block mask",
+                ("torchtitan",),
+                supporting=True,
+            )
         elif value.__module__ == module.__name__ and _makes_mods(value):
             meaning = "makes a mask_mod from positions"
-            yield Target(_OP, _LIBRARY, module.__name__, name, _factory_adapter, meaning, ("torchtitan",))
+            yield Target(
+                _OP, _LIBRARY, module.__name__, name, _factory_adapter, meaning, ("torchtitan",), supporting=True
+            )
 
 
 def _compiled_builder(function: FunctionType) -> bool:

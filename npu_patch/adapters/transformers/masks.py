@@ -82,14 +82,23 @@ def find(module: ModuleType) -> Iterator[Target]:
     for key, additive in (("sdpa", False), ("eager", True)):
         if key in entries and recognise_builder(entries[key], additive):
             path = f"{_REGISTRY}[{key}]"
-            yield Target(_OP, LIBRARY, module.__name__, path, _entry_adapter, "writes a mask out")
+            yield Target(_OP, LIBRARY, module.__name__, path, _entry_adapter, "writes a mask out", supporting=True)
     packed = vars(module).get(_FIND_PACKED)
     if isinstance(packed, FunctionType) and list(inspect.signature(packed).parameters) == ["position_ids"]:
         meaning = "numbers packed sequences"
-        yield Target(_OP, LIBRARY, module.__name__, _FIND_PACKED, _packed_adapter, meaning, (LIBRARY,))
+        yield Target(_OP, LIBRARY, module.__name__, _FIND_PACKED, _packed_adapter, meaning, (LIBRARY,), supporting=True)
     for name, value in list(vars(module).items()):
         if isinstance(value, FunctionType) and value.__module__ == module.__name__ and _hands_padding_on(value):
-            yield Target(_OP, LIBRARY, module.__name__, name, _caller_adapter, "prepares a causal mask", (LIBRARY,))
+            yield Target(
+                _OP,
+                LIBRARY,
+                module.__name__,
+                name,
+                _caller_adapter,
+                "prepares a causal mask",
+                (LIBRARY,),
+                supporting=True,
+            )
 
 
 def _hands_padding_on(function: FunctionType) -> bool:

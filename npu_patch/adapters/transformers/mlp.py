@@ -41,8 +41,8 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
                 reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
                 yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
             continue
-        text = str(meaning) if meaning.packed else f"{meaning} (with option {_SEPARATE})"
-        yield Target(_OP, LIBRARY, module.__name__, path, adapter(meaning), text)
+        only_if = "" if meaning.packed else _SEPARATE
+        yield Target(_OP, LIBRARY, module.__name__, path, adapter(meaning), str(meaning), only_if=only_if)
 
 
 def _says_gated(cls: type, looks_gated: bool) -> bool:
@@ -117,8 +117,6 @@ def _separate(meaning: GatedMeaning) -> Callable[[Any, Site], Callable[..., Tens
 
     def factory(original: Any, site: Site) -> Callable[..., Tensor]:
         def forward(self: Any, x: Tensor) -> Tensor:
-            if not site.options.get(_SEPARATE):
-                return original(self, x)
             reason, kind = _kind(self, meaning, x)
             if reason is None and not torch.is_grad_enabled():
                 reason = "joining gate and up moves more bytes without a gradient"

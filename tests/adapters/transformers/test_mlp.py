@@ -33,12 +33,12 @@ def test_an_mlp_without_a_gate_is_not_worth_a_word():
 @pytest.mark.parametrize(
     ("family", "meanings"),
     [
-        ("llama", {"LlamaMLP.forward": "act_fn of gate_proj (with option separate)"}),
+        ("llama", {"LlamaMLP.forward": "act_fn of gate_proj"}),
         ("phi3", {"Phi3MLP.forward": "activation_fn of the first half of gate_up_proj"}),
         ("granitemoeshared", {"GraniteMoeSharedMLP.forward": "activation of the first half of input_linear"}),
         ("modernbert", {"ModernBertMLP.forward": "act of the first half of Wi, then drop"}),
         ("moonshine", {"MoonshineDecoderMLP.forward": "activation_fn of the second half of fc1"}),
-        ("lfm2", {"Lfm2MLP.forward": "silu of w1 (with option separate)"}),
+        ("lfm2", {"Lfm2MLP.forward": "silu of w1"}),
         ("clip", {}),
         ("resnet", {}),
     ],
