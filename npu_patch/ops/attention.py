@@ -41,7 +41,7 @@ def unsupported(
     return_lse: bool = False,
 ) -> str | None:
     """Why the fused operator cannot take this call, or None.  The arguments are those of `attention`."""
-    plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
+    plain = type(query) is type(key) is type(value) is Tensor
     if not plain and (reason := subclass_reason(query, key, value)):
         return reason
     if transforming():
@@ -275,7 +275,11 @@ def attention(
         options["keep_prob"] = 1.0 - dropout
     if return_lse and layout == "TND":
         options["softmax_layout"] = "TND"  # the default is data ordered (N, T, 8) in a (T, N, 8) tensor
-    operator = torch.ops.npu.npu_fusion_attention_v3 if is_compiling() else torch.ops.npu.npu_fusion_attention
+    if is_compiling():  # the shape functions promise the strides of the inputs, the operator's results are contiguous
+        operator = torch.ops.npu.npu_fusion_attention_v3
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    else:
+        operator = torch.ops.npu.npu_fusion_attention
     results = operator.default(query, key, value, heads, layout, scale=scale, **options)
     if not return_lse:
         return results[0]

@@ -89,10 +89,6 @@ class Derived(PerTensor[Value]):
         self._build = build
         self._tensor_of = tensor_of
 
-    def made(self, tensor: Tensor) -> Value | None:
-        """What was made for the tensor, or None; None while compiling."""
-        return None if tensor.requires_grad or is_compiling() else self.get(tensor)
-
     def __call__(self, tensor: Tensor) -> Value:
         if tensor.requires_grad or is_compiling():
             return self._build(tensor)

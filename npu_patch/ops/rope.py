@@ -32,7 +32,7 @@ def unsupported(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> str | None:
         cos, sin: as many dimensions as x, each of its size or 1, the last one D; in the dtype of x.
         mode: "half" or "interleave".
     """
-    plain = type(x) is Tensor and type(cos) is Tensor and type(sin) is Tensor
+    plain = type(x) is type(cos) is type(sin) is Tensor
     if not plain and (reason := subclass_reason(x, cos, sin)):
         return reason
     if transforming():
@@ -153,7 +153,8 @@ def _exchanged(sin: Tensor, mode: str) -> Tensor:
     return sin.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).neg()
 
 
-_adjoints = {mode: Derived(partial(_exchanged, mode=mode)) for mode in MODES}
+ADJOINTS = {mode: Derived(partial(_exchanged, mode=mode)) for mode in MODES}
+"""Mode → `adjoint_sine` of that mode."""
 
 
 def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
@@ -166,7 +167,7 @@ def adjoint_sine(sin: Tensor, mode: str) -> Tensor:
         sin: (..., D).
         mode: "half" or "interleave".
     """
-    return _adjoints[mode](sin)
+    return ADJOINTS[mode](sin)
 
 
 def _rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, mode: str, swap: bool) -> Tensor:
@@ -226,6 +227,8 @@ def rotate(
 
 def rotate_by_constants(x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor | None, swap: bool) -> Tensor:
     """`rotate` by tables that need no gradient; with adjoint None nothing needs one (`needs_adjoint`)."""
-    if adjoint is None:
-        return _rotary_mul(x, cos, sin, mode, swap)
-    return _Rotate.apply(x, cos, sin, adjoint, mode, swap)
+    if adjoint is not None:
+        return _Rotate.apply(x, cos, sin, adjoint, mode, swap)
+    if swap:
+        return _rotary_mul(x, cos, sin, mode, True)
+    return torch.ops.npu.npu_rotary_mul.default(x, cos, sin, mode)

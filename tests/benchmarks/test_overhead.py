@@ -111,8 +111,11 @@ def test_a_llama_norm(judge, operators, device):
         judge(lambda: patched(norm, x), lambda: bare(norm, x))
 
 
-def test_a_gemma_norm(judge, operators, device):
+def test_a_gemma_norm(judge, operators, device, monkeypatch):
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    # 1.0 + weight is an operator too, and one that costs more than the yardstick.
+    monkeypatch.setattr(torch.Tensor, "__radd__", lambda self, other: self)
 
     norm, x = GemmaRMSNorm(64).to(device).requires_grad_(False), torch.randn(1, 64, device=device)
 

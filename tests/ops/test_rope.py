@@ -172,7 +172,7 @@ def test_fullgraph_compilation_keeps_the_operator_forward_and_backward() -> None
         return rope.rotate(x, cos[None, None], sin[None, None], "half", adjoint)
 
     traced, operators = compiled(f)
-    rope._adjoints["half"].clear()
+    rope.ADJOINTS["half"].clear()
     found, exact = (torch.autograd.grad(g(x, cos, sin).square().sum(), x)[0] for g in (traced, f))
     torch.testing.assert_close(found, exact)
     assert operators.count("npu.npu_rotary_mul.default") == 2
@@ -238,30 +238,30 @@ class TestAdjointSine:
     def test_of_a_fake_table_is_not_remembered(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        rope._adjoints["half"].clear()
+        rope.ADJOINTS["half"].clear()
         with FakeTensorMode():
             sin = torch.empty(5, 8, device="npu:0")
             assert rope.adjoint_sine(sin, "half").shape == (5, 8)
-        assert not rope._adjoints["half"]
+        assert not rope.ADJOINTS["half"]
 
     def test_dies_with_the_table(self) -> None:
-        rope._adjoints["half"].clear()
+        rope.ADJOINTS["half"].clear()
         sin = random(5, 8, grad=False)
         rope.adjoint_sine(sin, "half")
-        assert len(rope._adjoints["half"]) == 1
+        assert len(rope.ADJOINTS["half"]) == 1
         del sin
         gc.collect()
-        assert not rope._adjoints["half"]
+        assert not rope.ADJOINTS["half"]
 
     def test_a_thousand_tables_leave_nothing_behind(self) -> None:
-        rope._adjoints["half"].clear()
+        rope.ADJOINTS["half"].clear()
         x = random(1, 2, 1, 4)
         for seed in range(1000):
             cos, sin = (torch.full((1, 2, 1, 4), float(seed)).npu() for _ in range(2))
             rope.rotate(x, cos, sin, "half").sum().backward()
         del cos, sin
         gc.collect()
-        assert not rope._adjoints["half"]
+        assert not rope.ADJOINTS["half"]
 
     def test_made_in_inference_mode_still_serves_training(self) -> None:
         x, (cos, sin) = random(1, 5, 2, 8), (t[None, :, None] for t in tables(5, 8))
@@ -270,10 +270,10 @@ class TestAdjointSine:
         fused(x, cos, sin).sum().backward()
 
     def test_a_table_made_in_inference_mode_is_not_remembered(self) -> None:
-        rope._adjoints["half"].clear()
+        rope.ADJOINTS["half"].clear()
         with torch.inference_mode():
             rope.adjoint_sine(torch.ones(5, 8, device="npu"), "half")
-        assert not rope._adjoints["half"]
+        assert not rope.ADJOINTS["half"]
 
     def test_threads_get_the_right_one(self) -> None:
         wrong: list[int] = []

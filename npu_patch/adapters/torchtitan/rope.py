@@ -156,12 +156,11 @@ def _plan(query: Tensor, key: Tensor, rows: Rows) -> str | _Plan:
 def _rotate(query: Tensor, key: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
     rows, in_float32, folded = plan
     cos, sin, mode = rows.cos, rows.sin, rows.mode
-    records = op.needs_adjoint(query, key)
-    adjoint = rows.adjoint() if records else None
+    adjoint = rows.adjoint() if op.needs_adjoint(query, key) else None
     # swap: these tables are never those of (B, N, S, D).
     if not in_float32:
         buffer = _buffer(query, key, rows)
-        if records:
+        if adjoint is not None:
             return _RotatePair.apply(query, key, buffer, cos, sin, adjoint, mode)
         return _turn(query, key, buffer, cos, sin, mode)
     rotate = op.rotate_by_constants
@@ -211,12 +210,12 @@ def _shared_plan(cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | 
     known = None if positions is None else known_facts(positions)
     tables = None if cache.requires_grad else known_tables(cache)
     device = query.device
-    question = (mode, tables, query.shape, key.shape, query.dtype, key.dtype, device)
+    facts = (mode, query.shape, key.shape, query.dtype, key.dtype, device)
     plan: _Plan | None = None
     if key.device != device:
         return None
     if known is not None and tables is not None:
-        plan = known.ready.get(question)
+        plan = known.ready.get((tables, facts))
     if plan is not None or device.type != "npu":
         return plan
     rows = shared_rows(cache, query.shape, positions, mode)
@@ -226,7 +225,7 @@ def _shared_plan(cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | 
     known = None if positions is None else known_facts(positions)
     tables = known_tables(cache)
     if known is not None and tables is not None and keep(made.rows.cos):
-        known.ready[(mode, tables, *question[2:])] = made
+        known.ready[tables, facts] = made
     return made
 
 

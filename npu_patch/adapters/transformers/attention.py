@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...discovery import NotRecognised
 from ...discovery.sdpa import recognise_sdpa
@@ -160,7 +161,7 @@ def _attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q_len, kv_len = shape[2], key_shape[2]
     if attention_mask is not None:
-        dense = dense_of.made(attention_mask)
+        dense = None if is_compiling() else dense_of.get(attention_mask)
         if dense is not None:
             return fused(query, key, value, dense, scaling, site, dropout=dropout)
         known = masks.known(attention_mask, query, key)

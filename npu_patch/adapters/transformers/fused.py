@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ...ops import attention as op
 from ...ops.per_tensor import Derived
@@ -57,23 +56,37 @@ def fused(
     dropout: float = 0.0,
 ) -> tuple[str | None, Any]:
     """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous), for tensors (B, N, S, D) on an NPU."""
+    if mask.kind == "documents":
+        return _packed(query, key, value, mask, scale, site, sinks, dropout)
     # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
-    packed = mask.kind == "documents"
-    layout = "TND" if packed else "BNSD" if query.is_contiguous() and key.is_contiguous() else "BSND"
-    lengths = (query.shape[0], query.shape[2]) if packed else ()
-    if layout != "BNSD":
+    layout = "BNSD"
+    if not (query.is_contiguous() and key.is_contiguous()):
+        layout = "BSND"
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if packed:
-        query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     reason = op.unsupported(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
     if reason is not None:
         return reason, None
-    if is_compiling():  # the shape functions promise the strides of the inputs, the operator's results are contiguous
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     site.hit()
     output = op.attention(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
-    if layout == "BNSD":
-        return None, output.transpose(1, 2).contiguous()
-    if packed:
-        output = output.unflatten(0, lengths)
-    return None, output.contiguous()
+    return None, (output if layout == "BSND" else output.transpose(1, 2)).contiguous()
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: op.Mask,
+    scale: float | None,
+    site: Site,
+    sinks: Tensor | None,
+    dropout: float,
+) -> tuple[str | None, Any]:
+    """The same for documents, which the operator takes as (T, N, D)."""
+    batch, _, length, _ = query.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    reason = op.unsupported(query, key, value, mask, layout="TND", scale=scale, sinks=sinks, dropout=dropout)
+    if reason is not None:
+        return reason, None
+    site.hit()
+    output = op.attention(query, key, value, mask, layout="TND", scale=scale, sinks=sinks, dropout=dropout)
+    return None, output.unflatten(0, (batch, length)).contiguous()

@@ -121,11 +121,12 @@ class _Rotation:
         self.negated = Derived(Tensor.neg) if meaning.negated else None
         self.trailing = meaning.trailing
         self._plans = Verdicts(self._judge)
+        self._adjoint_of = op.ADJOINTS[self.mode]
 
     def _plan(self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> str | _Plan:
         """How to rotate, or why the operator cannot."""
         first, last = tensors[0], tensors[-1]
-        plain = type(first) is Tensor and type(last) is Tensor and type(cos) is Tensor and type(sin) is Tensor
+        plain = type(first) is type(last) is type(cos) is type(sin) is Tensor
         if not plain:
             if not isinstance(first, Tensor) or not isinstance(last, Tensor):
                 return "a tensor is missing"
@@ -196,7 +197,8 @@ class _Rotation:
             sin = self.negated(sin)
         if not whole:
             parts = tuple(x[..., -width:] if self.trailing else x[..., :width] for x in parts)
-        adjoint = op.adjoint_sine(sin, mode).unsqueeze(dim) if op.needs_adjoint(*parts) else None
+        records = torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad)
+        adjoint = self._adjoint_of(sin).unsqueeze(dim) if records else None
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         if self.deinterleave:
             parts = tuple(deinterleaved(x) for x in parts)
