@@ -89,6 +89,8 @@ def options(name: str) -> Iterator[tuple[Any, ...]]:
     if lower == "training":
         yield (True, False)
         return
+    if "group" in lower:
+        yield (None,)
     groups = {
         "weight": (Role("weight"),),
         "flag": _FLAGS,

@@ -178,12 +178,14 @@ def _line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Libraries get imported as on a machine without an NPU, whatever they print goes to stderr, warnings nowhere."""
-    if "torch" not in sys.modules:
+    simulated = bool(os.environ.get("NPU_PATCH_SIMULATE"))
+    if "torch" not in sys.modules and not simulated:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    absent = "torch_npu" not in sys.modules
+    absent = "torch_npu" not in sys.modules and not simulated
     if absent:  # a wheel without CANN fails to import, and transformers imports it where it finds it
         sys.modules["torch_npu"] = None  # type: ignore[assignment]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # probes are small: threads only wait for each other
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -17,14 +17,17 @@ from npu_patch.tools import coverage
 from tests.packaging.environments import ROOT, clean_environment
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "npu_patch", "coverage", *words]
-    environment = clean_environment(PYTHONPATH=str(ROOT))
+    environment = clean_environment(PYTHONPATH=str(ROOT), **changes)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_one_model_is_shown_by_name_without_an_npu() -> None:
-    result = run("--library", "transformers", "--model", "llama", "--json")
+@pytest.mark.parametrize(
+    "changes", [{}, {"NPU_PATCH_SIMULATE": "1", "NPU_PATCH_OPS": "all"}], ids=["no NPU", "simulated"]
+)
+def test_one_model_is_shown_by_name(changes: dict[str, str]) -> None:
+    result = run("--library", "transformers", "--model", "llama", "--json", **changes)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)
     assert all(set(row) == {"op", "library", "target", "state", "meaning", "reason"} for row in rows)

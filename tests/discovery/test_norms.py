@@ -78,6 +78,16 @@ class OptionalScale(Base):
         return y.type_as(x)
 
 
+class OptionalGroups(Base):
+    def forward(self, x):
+        wide = x.float()
+        if self.group_size is not None:
+            wide = wide.unflatten(-1, (-1, self.group_size))
+        y = normalised(wide, self.eps)
+        y = y if self.group_size is None else y.flatten(-2)
+        return (y * (1.0 + self.weight.float())).type_as(x)
+
+
 class FromTorch(nn.RMSNorm):
     pass
 
@@ -144,6 +154,11 @@ def test_one_class_can_have_several_meanings():
     meanings = {meaning.conditions: meaning.formula for meaning in recognise_norm(OptionalScale)}
     assert meanings[(("with_scale", True),)] == "fp32"
     assert meanings[(("with_scale", False),)] == "none"
+
+
+def test_groups_are_left_out_where_they_can_be():
+    (meaning,) = recognise_norm(OptionalGroups)
+    assert (meaning.formula, meaning.conditions) == ("gemma", (("group_size", None),))
 
 
 def test_torchs_own_norm_is_recognised_with_and_without_weight_and_epsilon():
