@@ -244,3 +244,35 @@ def test_a_model_with_a_window_computes_what_sdpa_computes(kind):
             ours = model(**given, use_cache=False).logits[keep.bool()]
     assert relative_error(stock, wanted) > 0.1
     assert relative_error(ours, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("head", [96, 256])
+def test_head_sizes_of_packed_sequences(head):
+    function, site = patched()
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, 8, n, head, generator=generator).to("npu").transpose(1, 2) for n in (4, 2, 2))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    ours, _ = function(layer(), q, k, v, None, scaling=0.25, **packed([3, 5]))
+    assert relative_error(ours, exact(q, k, v, band(window=None) & block_diagonal([3, 5]))) < 2e-6
+    ours.sum().backward()
+    assert site.hits == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("gemma2 without a cap", None), ("gemma3", "flash_attention_2"), ("mistral", None)]
+)
+def test_compiled_models_are_one_graph_with_the_operator(name, implementation):
+    model, given = tiny_models.build(name).eval(), tiny_models.inputs(name)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    called: list[str] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    with torch.no_grad(), npu_patch.scope("attention"):
+        eager = model(**given, use_cache=False).logits
+        compiled = torch.compile(model, backend=backend, fullgraph=True)(**given, use_cache=False).logits
+    assert sum("npu_fusion_attention_v3" in target for target in called) == 2
+    assert relative_error(compiled, eager) < 1e-6
