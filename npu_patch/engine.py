@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from . import records, registry
-from .installing import Installed, MissingTarget, NotAFunction
+from .installing import Installed, MissingTarget, NotAFunction, holds
 from .late import LateModules
 from .records import Record
 from .registry import Library, OptionValue, Target
@@ -28,6 +28,7 @@ from .report import Row, Status
 
 if TYPE_CHECKING:
     from .ops.availability import Unavailable
+    from .sites import Site
 
 log = logging.getLogger("npu_patch")
 
@@ -77,6 +78,7 @@ class Patcher:
             op.name: {option.name: option.default for option in op.options} for op in registry.OPS
         }
         self._records: dict[tuple[str, str], Record] = {}
+        self._sites: dict[tuple[str, str], Site] = {}
         self._examined: set[tuple[str, str]] = set()
         self._hooked: set[str] = set()
         self._modules: dict[str, Library] = {}
@@ -149,7 +151,9 @@ class Patcher:
     def sync(self) -> None:
         """Make loaded modules match the table."""
         loaded = [library for library in self._libraries if library.name in sys.modules]
-        self._examine(name for library in loaded for name in self._names(library))
+        names = [name for library in loaded for name in self._names(library)]
+        self._drop_stale()
+        self._examine(names)
         with self._lock:
             changed = False
             for record in list(self._records.values()):
@@ -157,6 +161,16 @@ class Patcher:
             self._watch()
         if changed:
             _forget_compiled()
+
+    def _drop_stale(self) -> None:
+        """Forget places that others have changed since, so that what is there now is recognised anew."""
+        with self._lock:
+            for key, record in list(self._records.items()):
+                if record.stale(sys.modules.get(record.found.module), self._wanted(record)):
+                    if record.on:
+                        self._remove(record)
+                    del self._records[key]
+                    self._examined.discard((record.found.module, record.found.op))
 
     def _watch(self) -> None:
         """Look out for modules that come past the import system, while something is on; under the lock."""
@@ -173,13 +187,17 @@ class Patcher:
                     if record.on:
                         self._remove(record)
                     del self._records[key]
+                    self._sites.pop(key, None)  # other code: it counts from zero
             self._examined = {pair for pair in self._examined if pair[0] != name}
 
     def _names(self, library: Library) -> list[str]:
         """The library's modules of interest; hooks those that are not loaded yet."""
         known = [name for name, owner in self._modules.items() if owner is library]
         if not known:
-            known = list(registry.load(library.modules)())
+            try:
+                known = list(registry.load(library.modules)())
+            except Exception:  # a stand-in for the library, as test suites make them
+                log.debug("npu_patch: no modules of %s to look at", library.name, exc_info=True)
             self._modules.update(dict.fromkeys(known, library))
             for name in known:
                 if name not in sys.modules:
@@ -238,13 +256,14 @@ class Patcher:
                     return
                 try:
                     found = list(registry.load(finder)(module))
-                except Exception:
+                except (Exception, SystemExit):  # foreign code was run
                     log.exception("npu_patch: %s could not be examined for %r", name, op)
                     found = []
                 with self._lock:
                     self._examined.add((name, op))
                     for target in found:
-                        self._records.setdefault(target.key, Record(target))
+                        record = Record(target, holds(target, module), site=self._sites.get(target.key))
+                        self._records.setdefault(target.key, record)
 
     def _npu(self) -> bool:
         """Whether an NPU can be used; asked once, with one warning where the answer is no."""
@@ -261,9 +280,9 @@ class Patcher:
 
     def _settle(self, record: Record) -> bool:
         """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
-        op = record.found.op
-        want = record.wanted(self.enabled(op), self._options[op], self.strict)
-        if want == record.on or record.problem:
+        want = self._wanted(record)
+        left_behind = record.installed is not None and record.installed.left_behind()
+        if (want == record.on and not left_behind) or record.problem:
             return False
         try:
             changed = self._install(record) if want else self._remove(record)
@@ -277,24 +296,27 @@ class Patcher:
                 log.warning("npu_patch: %s: %s", record.found.name, record.problem)
         return False
 
+    def _wanted(self, record: Record) -> bool:
+        op = record.found.op
+        return record.wanted(self.enabled(op), self._options[op], self.strict)
+
     def _install(self, record: Record) -> bool:
         from .sites import Site
 
-        if record.installed is not None and record.installed.restore():
-            return True
-        target = record.found if isinstance(record.found, Target) else records.tripwire(record.found)
-        if record.site is None:
-            record.site = Site(target.name, target.op, self._options[target.op], self.strict)
-        site = record.site
-        record.installed = Installed(
-            target, sys.modules[target.module], lambda original: target.adapter(original, site)
-        )
+        if record.installed is None:
+            target = record.found if isinstance(record.found, Target) else records.tripwire(record.found)
+            if record.site is None:
+                record.site = Site(target.name, target.op, self._options[target.op], self.strict)
+                self._sites[target.key] = record.site
+            site = record.site
+            module = sys.modules[target.module]
+            record.installed = Installed(target, module, lambda original: target.adapter(original, site))
+        record.installed.put()
         return True
 
     def _remove(self, record: Record) -> bool:
         assert record.installed is not None
-        if record.installed.remove():
-            record.installed = None
+        record.installed.remove()
         return True
 
     # ---- reading back ----------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def clone(replacement: Callable[..., Any], original: Callable[..., Any]) -> type
         )
         fresh.__kwdefaults__ = replacement.__kwdefaults__
         functools.update_wrapper(fresh, original, updated=())
+        fresh.__dict__[_OURS] = True
         return fresh
     theirs = original.__code__
     ours, wanted = _parameters(code), _parameters(theirs)
@@ -79,7 +80,18 @@ def clone(replacement: Callable[..., Any], original: Callable[..., Any]) -> type
     )
     fresh.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else replacement.__kwdefaults__
     functools.update_wrapper(fresh, original, updated=())
+    fresh.__dict__[_OURS] = True
     return fresh
+
+
+def beneath(function: Any) -> Any:
+    """What a replacement of this package replaced; any other function itself."""
+    while isinstance(function, types.FunctionType) and _OURS in function.__dict__:
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return function
+
+
+_OURS = "_npu_patch_replacement"
 
 
 def rebind(old: object, new: object, prefixes: Iterable[str]) -> list[str]:
@@ -94,6 +106,8 @@ def rebind(old: object, new: object, prefixes: Iterable[str]) -> list[str]:
     changed = []
     heads = tuple(prefixes)
     for module_name, module in list(sys.modules.items()):
+        if not isinstance(module_name, str):
+            continue
         if not any(module_name == head or module_name.startswith(head + ".") for head in heads):
             continue
         namespace = getattr(module, "__dict__", None)

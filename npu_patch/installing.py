@@ -6,6 +6,8 @@ leave a plain function there, so the raw descriptor is kept and put back here), 
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import types
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import wrapt
 
 from . import functions
-from .registry import Target
+from .registry import Target, Unrecognised
 
 
 class MissingTarget(LookupError):
@@ -24,11 +26,28 @@ class NotAFunction(TypeError):
     """What the target names cannot be replaced safely."""
 
 
+def holds(target: Target | Unrecognised, module: types.ModuleType) -> Any:
+    """The function in a place, below replacements of this package; None where there is none."""
+    try:
+        return functions.beneath(_place(target, module).original)
+    except (MissingTarget, NotAFunction):
+        return None
+
+
+def _place(target: Target | Unrecognised, module: types.ModuleType) -> Slot | Entry:
+    if target.path.endswith("]"):
+        return Entry(module, target.path)
+    return Slot(module, target.path, getattr(target, "objects", False))
+
+
 class Installed:
-    """One replacement in place.
+    """One replacement and its place; making one changes nothing, `put` and `remove` do.
+
+    The replacement stays the same object through any number of them, so that whoever took it while it was in place gets
+    the fused operator when it is on, and the original when it is off.
 
     Args:
-        target: what was replaced.
+        target: what is replaced.
         module: the loaded module.
         build: `build(original) -> function`, run once.
     """
@@ -36,20 +55,32 @@ class Installed:
     def __init__(self, target: Target, module: types.ModuleType, build: Callable[[Any], Any]) -> None:
         self.target = target
         self.module = module
-        self.place = (
-            Entry(module, target.path) if target.path.endswith("]") else Slot(module, target.path, target.objects)
-        )
+        self.place = _place(target, module)
         self.original = self.place.original
         self.replacement = functions.clone(build(self.original), self.original)
         self._code = self.replacement.__code__
-        self.on = True
-        self.place.put(self.replacement)
-        if target.rebind:
-            functions.rebind(self.original, self.replacement, target.rebind)
+        self.on = False
+
+    def gone(self) -> bool:
+        """Whether the module was executed anew, so that the place is no longer the one that users reach."""
+        return self.module is not sys.modules.get(self.module.__name__, self.module) or self.place.moved() is not None
+
+    def fits(self) -> bool:
+        """Whether the place is still the one that was replaced: it holds the original or reaches the replacement."""
+        return not self.gone() and (self.place.current() is self.original or self.reached())
+
+    def put(self) -> None:
+        """Put the replacement in place; below somebody's wrapper it is switched on where it is."""
+        self.on = True  # first: whatever interrupts this, `remove` undoes it
+        self.replacement.__code__ = self._code
+        if not self.reached():
+            self.place.put(self.replacement)
+        if self.target.rebind:
+            functions.rebind(self.original, self.replacement, self.target.rebind)
 
     def in_place(self) -> bool:
         """Whether the replacement is what a caller reaches first."""
-        return self.place.current() is self.replacement and self.place.moved() is None
+        return self.place.current() is self.replacement and not self.gone()
 
     def beneath(self) -> Any:
         """What the replacement sits on, where a third party has put that there; else None."""
@@ -58,40 +89,29 @@ class Installed:
         return self.original if root and root not in own else None
 
     def reached(self) -> bool:
-        """Whether the replacement is still reached, at once or below a wrapper that names what it wraps."""
+        """Whether the replacement is still reached, at once or below wrappers that show what they wrap."""
         current, seen = self.place.current(), 0
         while current is not None and seen < 100:
-            if current is self.replacement:
+            if current is self.replacement or _captured(current, self.replacement):
                 return True
             current, seen = getattr(current, "__wrapped__", None), seen + 1
         return False
 
-    def remove(self) -> bool:
+    def left_behind(self) -> bool:
+        """Whether the place holds the replacement although it is off: somebody put back what they had saved."""
+        return not self.on and self.place.current() is self.replacement
+
+    def remove(self) -> None:
         """Take the replacement out.
 
-        References that others took while it was in place (a bound method, a wrapper on top) cannot be taken back;
-        from now on they reach the original all the same, because the replacement hands every call to it.
-
-        Returns:
-            True when its place holds the original again, or somebody else's function that knows nothing of
-            it.  False when somebody's wrapper sits on top of it; `restore` switches it on again.
+        References that others took while it was in place (a bound method, a wrapper on top) cannot be taken back; while
+        it is off they reach the original all the same, because the replacement hands every call to it.
         """
+        functions.bypass(self.replacement)
         if self.target.rebind:
             functions.rebind(self.replacement, self.original, self.target.rebind)
-        gone = self.place.take_out(self.replacement)
-        functions.bypass(self.replacement)
+        self.place.take_out(self.replacement)
         self.on = False
-        return gone
-
-    def restore(self) -> bool:
-        """Switch a buried replacement on again; False when it is no longer reached."""
-        if not self.reached():
-            return False
-        self.replacement.__code__ = self._code
-        self.on = True
-        if self.target.rebind:
-            functions.rebind(self.original, self.replacement, self.target.rebind)
-        return True
 
 
 class Slot:
@@ -141,20 +161,16 @@ class Slot:
         raw = self._raw()
         return raw.__func__ if isinstance(raw, staticmethod) else raw
 
-    def take_out(self, replacement: types.FunctionType) -> bool:
+    def take_out(self, replacement: types.FunctionType) -> None:
+        """Put back what was there; from below a wrapt wrapper too.  Anybody else's function stays."""
         if self.current() is replacement:
             if self.own is _ABSENT:
                 delattr(self.parent, self.name)
             else:
                 setattr(self.parent, self.name, self.own)
-            return True
-        try:
+            return
+        with contextlib.suppress(wrapt.WrapperNotOutermostError, wrapt.WrapperNotFoundError, AttributeError):
             wrapt.unwrap_object(self.module, self.path, replacement)
-        except wrapt.WrapperNotOutermostError:
-            return False
-        except wrapt.WrapperNotFoundError:
-            return not _captured(self.current(), replacement)
-        return True
 
 
 class Entry:
@@ -182,11 +198,9 @@ class Entry:
     def current(self) -> Any:
         return self.mapping.get(self.key)
 
-    def take_out(self, replacement: types.FunctionType) -> bool:
+    def take_out(self, replacement: types.FunctionType) -> None:
         if self.current() is replacement:
             self.mapping[self.key] = self.original
-            return True
-        return not _captured(self.current(), replacement)
 
 
 def _returning(replacement: types.FunctionType) -> Any:

@@ -53,14 +53,13 @@ class LateModules:
             return
         if not on:
             assert self._installed is not None
-            if self._installed.remove():
-                self._installed = None
-            return
-        if self._installed is not None and self._installed.restore():
+            self._installed.remove()
             return
         name = self._library.name
         try:
-            self._installed = Installed(Target("", name, self.module, self.path, _unused), module, self._wrapper)
+            if self._installed is None or not self._installed.fits():
+                self._installed = Installed(Target("", name, self.module, self.path, _unused), module, self._wrapper)
+            self._installed.put()
         except (MissingTarget, NotAFunction) as error:
             self._hopeless = True
             log.warning("npu_patch: modules that %s loads past the import system stay unpatched: %s", name, error)

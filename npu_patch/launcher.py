@@ -141,10 +141,13 @@ def _kept_folder(option: str | None, variable: str | None, environment: Mapping[
     name = option if option is not None else str(variable)
     if not name:
         raise UsageError("--report: expected a folder")
-    folder = Path(name).expanduser().absolute()
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    try:
+        folder = Path(name).expanduser().absolute()
+        existing = folder
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody; OSError: too long, or a work folder that is gone
+        raise UsageError(f"cannot write reports to {name!r}: {error}") from None
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write reports to {name!r}: {existing} is not a writable folder")
     return folder

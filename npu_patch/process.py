@@ -202,10 +202,10 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def _folder(report: str) -> Path | None:
-    folder = Path(report).expanduser().absolute()  # the process may change its directory
     try:
+        folder = Path(report).expanduser().absolute()  # the process may change its directory
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody
         if _integer("LOCAL_RANK") in (None, 0):
             log.warning("npu_patch: no report: NPU_PATCH_REPORT=%s: %s", report, error)
         return None

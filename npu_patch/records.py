@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .installing import Installed, Slot
+from .installing import Installed, Slot, holds
 from .registry import OptionValue, Target, Unrecognised
 from .report import Row
 
@@ -22,11 +23,13 @@ class Record:
         found: what a finder said of it.
         installed: the replacement, while there is one.
         site: its counters, from the first installation on.
+        recognised: the function that the finder saw there.
         problem: why it cannot be installed.
         missing: the problem is that the library does not have it.
     """
 
     found: Target | Unrecognised
+    recognised: Any = None
     installed: Installed | None = None
     site: Site | None = None
     problem: str = ""
@@ -35,6 +38,14 @@ class Record:
     @property
     def on(self) -> bool:
         return self.installed is not None and self.installed.on
+
+    def stale(self, module: types.ModuleType | None, wanted: bool) -> bool:
+        """Whether the place holds something that was not recognised, or belongs to a module that was executed anew."""
+        if module is None:
+            return False
+        if self.installed is not None and (self.on or wanted):
+            return not self.installed.fits() if not self.on else self.installed.gone()
+        return wanted and holds(self.found, module) is not self.recognised
 
     def wanted(self, enabled: bool, options: Mapping[str, OptionValue], strict: bool) -> bool:
         """Whether it should be installed, its op being on or not."""

@@ -254,3 +254,16 @@ print("interrupts:", 1 if second is None else 2, flush=True)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert b"interrupts: 1" in output
+
+
+@pytest.mark.parametrize("folder", ["~nosuchuser/reports", "x" * 300, "/proc/reports"])
+def test_a_report_folder_that_cannot_be_is_one_line(folder: str) -> None:
+    result = run("--report", folder, "true")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("npu-patch run: ")
+
+
+def test_a_value_apart_from_simulate_is_explained() -> None:
+    result = run("--simulate", "2", "--", "true")
+    assert (result.returncode, result.stderr) == (2, "npu-patch run: write --simulate=2, without a space\n")

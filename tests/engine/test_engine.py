@@ -10,10 +10,11 @@ import random
 import sys
 import threading
 import types
+from unittest import mock
 
 import pytest
 
-from npu_patch import registry
+from npu_patch import functions, installing, registry
 from npu_patch.ops.availability import Unavailable
 from npu_patch.registry import Target
 from npu_patch.sites import StrictError
@@ -412,3 +413,113 @@ def test_compiled_code_is_forgotten_after_every_change(fake):
     seen.append(model(x).item())
     assert seen == [0, 1, 0]
     assert rows(patcher)["Own.forward"].hits == 0
+
+
+def test_a_users_function_that_took_our_place_is_not_overwritten_when_the_op_comes_on_again(fake):
+    norms = fake.load("norms")
+    patcher = fake.patcher()
+    patcher.set({"rms_norm": True})
+
+    def mine(self, hidden_states, scale=1):
+        return ("mine", hidden_states, scale)
+
+    norms.Own.forward = mine
+    finder = fake.find_norms
+
+    def judging(module):  # a finder that runs what it finds, as the real ones do
+        return [t for t in finder(module) if getattr(getattr(module, t.path[:-8], None), "forward", None) is not mine]
+
+    fake.adapters.find_norms = judging
+    with patcher.scope({"rope": True}, exact=True):
+        pass
+    assert norms.Own().forward(1) == ("mine", 1, 1)
+    patcher.clear()
+    patcher.set({"rms_norm": True})
+    assert norms.Own().forward(1) == ("mine", 1, 1)
+    assert norms.Norm().forward(1) == ("patched", 1, 1)
+    del norms.Own.forward
+
+
+@pytest.mark.parametrize("where", ["put", "rebind"])
+def test_an_interrupt_while_a_scope_opens_leaves_nothing_behind(fake, monkeypatch, where):
+    before = snapshot(fake)
+    patcher = fake.patcher()
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    if where == "rebind":
+        monkeypatch.setattr(functions, "rebind", interrupted)
+    else:
+        monkeypatch.setattr(installing.Slot, "put", interrupted)
+    scope = patcher.scope({"rope": True}, exact=True)
+    with pytest.raises(KeyboardInterrupt):
+        scope.__enter__()
+    assert same(before, snapshot(fake))
+    with patcher.scope({"rope": True}, exact=True):
+        assert fake.load("functions").rotate(1, 2)[0] == "patched"
+    assert same(before, snapshot(fake))
+
+
+def test_a_module_table_with_odd_entries_does_not_matter(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, 123, types.ModuleType("odd"))
+    before = snapshot(fake)
+    patcher = fake.patcher()
+    with patcher.scope({"rope": True}, exact=True):
+        assert fake.load("user").alias(1, 2)[0] == "patched"
+    assert same(before, snapshot(fake))
+
+
+def test_a_temporary_patch_that_outlives_a_scope_breaks_nothing(fake):
+    norms = fake.load("norms")
+    original = vars(norms.Own)["forward"]
+    patcher = fake.patcher()
+    with patcher.scope({"rms_norm": True}, exact=True):
+        temporary = mock.patch.object(norms.Own, "forward", return_value="temporary")
+        temporary.start()
+    temporary.stop()  # puts our replacement back, which is off by now
+    assert norms.Own().forward(1) == ("original", 1, 1)
+    patcher.sync()
+    assert vars(norms.Own)["forward"] is original
+    patcher.set({"rms_norm": True})
+    assert norms.Own().forward(1) == ("patched", 1, 1)
+    patcher.clear()
+    assert vars(norms.Own)["forward"] is original
+
+
+def test_what_was_taken_while_patched_follows_every_change(fake):
+    functions_module, norms = fake.load("functions"), fake.load("norms")
+    patcher = fake.patcher()
+    patcher.set({"rope": True, "rms_norm": True})
+    taken, bound = functions_module.rotate, norms.Own().forward
+    for op_on in (False, True, False, True):
+        patcher.set({"rope": op_on, "rms_norm": op_on})
+        assert taken(1, 2)[0] == bound(1)[0] == ("patched" if op_on else "original")
+    assert functions_module.rotate is taken
+
+
+def test_a_module_that_is_imported_anew_is_patched_at_the_next_change(fake):
+    old = fake.load("norms")
+    original = vars(old.Own)["forward"]
+    patcher = fake.patcher()
+    patcher.set({"rms_norm": True})
+    del sys.modules[old.__name__]
+    new = fake.load("norms")
+    assert new.Own().forward(1)[0] == "original"
+    assert rows(patcher)["Own.forward"].state == "overridden"
+    patcher.sync()
+    assert new.Own().forward(1)[0] == "patched"
+    assert vars(old.Own)["forward"] is original
+
+
+def test_a_library_that_is_a_stand_in_does_no_harm(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, fake.name, mock.MagicMock())
+
+    def modules():
+        raise ValueError(f"{fake.name}.__spec__ is None")
+
+    fake.adapters.modules = modules
+    patcher = fake.patcher()
+    patcher.set({"rms_norm": True})
+    assert {row.state for row in patcher.status()} == {"waiting"}
