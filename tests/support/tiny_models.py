@@ -76,11 +76,13 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model, with the same weights for every call, spread out so that nothing is near zero or one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if name in VISION:
-        model = AutoModelForImageTextToText.from_config(_vision_config(name), dtype=dtype)
-    else:
-        kind, own = _LANGUAGE[name]
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_COMMON, **own}), dtype=dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name in VISION:
+            model = AutoModelForImageTextToText.from_config(_vision_config(name), dtype=dtype)
+        else:
+            kind, own = _LANGUAGE[name]
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_COMMON, **own}), dtype=dtype)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
