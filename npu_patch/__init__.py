@@ -132,9 +132,12 @@ def status(model: Any = None) -> Status:
     return result
 
 
-def ops() -> OpsTable:
+def ops_table() -> OpsTable:
     """The enable table: name, enabled, default, options, operators, summary of every op."""
     return OpsTable(_patcher.strategy())
+
+
+ops = ops_table  # until the sub-package of this name is imported, which is callable for that reason
 
 
 def _resolve(names: Any) -> set[str]:

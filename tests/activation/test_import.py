@@ -36,6 +36,22 @@ def test_import_activates_the_default_ops_without_a_variable(installed: Environm
     assert installed.code(code, "-S", PYTHONPATH=libraries.path).stdout == "True\n"
 
 
+def test_the_enable_table_can_be_read_before_and_after_something_is_patched(
+    installed: Environment, libraries: Libraries
+) -> None:
+    code = f"""
+    import npu_patch
+    before = [row.name for row in npu_patch.ops()]
+    import {MODELING}
+    import npu_patch.ops.rms_norm as deep
+    from npu_patch import ops
+    print(before == [row.name for row in npu_patch.ops()] == [row.name for row in ops()], len(before) > 2)
+    print(npu_patch.status().hits("rms_norm"), callable(deep.unsupported))
+    """
+    result = installed.code(code, NPU_PATCH_SIMULATE="1", PYTHONPATH=libraries.path)
+    assert result.stdout.splitlines()[-2:] == ["True True", "0 True"], result.stderr
+
+
 def test_import_after_the_library_patches_what_is_loaded(installed: Environment, libraries: Libraries) -> None:
     code = f"""
     import {MODELING} as m
@@ -166,7 +182,7 @@ def test_table_and_unreached_named_op_at_exit(installed: Environment, libraries:
     """
     changes = {"NPU_PATCH_OPS": "rms_norm,rope", "NPU_PATCH_REPORT": "1", "NPU_PATCH_SIMULATE": "1"}
     result = installed.code(code, PYTHONPATH=libraries.path, **changes)
-    (row,) = [line.split("|") for line in result.stderr.splitlines() if "TinyRMSNorm.forward" in line]
+    (row,) = [line.split("|") for line in result.stderr.splitlines() if f"{MODELING}:" in line]
     assert row[5].strip() == "1"
     assert row[6].strip().startswith("1 x ")
     (warning,) = [line for line in result.stderr.splitlines() if "never reached" in line]
