@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -25,10 +24,10 @@ def launch(
 
 
 def test_environment_without_start_up_files_and_without_python_path(
-    elsewhere: Environment, tmp_path: Path, libraries: Libraries
+    elsewhere: Environment, tmp_path: Path, libraries: Libraries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"import sys; sys.path.append({libraries.path!r}); {SHOW}"
-    assert "PYTHONPATH" not in os.environ
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     result = launch(elsewhere, *RUN, elsewhere.python, "-c", code, path=None)
     assert result.stdout == "True None\n", result.stderr
     # An isolated Python reads neither PYTHONPATH nor what it points to; the installed start-up file would reach it.
