@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from .availability import is_ascend950
 from .guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
@@ -75,20 +75,24 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: 
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction {reduction!r} is neither 'sum' nor 'mean'")
-    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), target, ignore_index, reduction == "mean")
+    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), target, ignore_index, reduction == "mean")[0]
     return loss
 
 
 def _classes(target: Tensor, ignored: Tensor, ignore_index: int) -> Tensor:
-    """The targets, with class 0 for ignored rows."""
-    return target.clamp_min(0) if ignore_index < 0 else target.masked_fill(ignored, 0)
+    """The targets, with class 0 for ignored rows; any other that is no class stays, for the operator to refuse."""
+    return torch.add(target, ignored, alpha=-ignore_index)  # in one launch
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the log-probabilities and the targets, as the original does, and no mask of its own."""
+    """Saves the log-probabilities and the targets, as the original does, and no mask of its own.
+
+    The log-probabilities are a result, so that as saved they belong to the graph: the gradient has one too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, mean: bool) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, mean: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ignored = target == ignore_index
         rows, log_prob, _, _ = torch.ops.npu.npu_cross_entropy_loss.default(
             logits, _classes(target, ignored, ignore_index), None, "none"
@@ -97,25 +101,30 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.ignore_index = ignore_index
         if not mean:
             ctx.save_for_backward(log_prob, target)
-            return loss
+            return loss, log_prob
         count = target.shape[0] - ignored.sum(dtype=torch.float32)
         ctx.save_for_backward(log_prob, target, count)
-        return loss / count
+        return loss / count, log_prob
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, grad_log_prob: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
         log_prob, target, *count = ctx.saved_tensors
-        ignored = target == ctx.ignore_index
-        scale = grad / count[0] if count else grad
-        return (
-            torch.ops.npu.npu_cross_entropy_loss_backward.default(
-                scale.expand(target.shape).masked_fill(ignored, 0.0),
-                log_prob,
-                _classes(target, ignored, ctx.ignore_index),
-                reduction="none",
-            ),
-            None,
-            None,
-            None,
-        )
+        result = None
+        if grad is not None:
+            ignored = target == ctx.ignore_index
+            classes = _classes(target, ignored, ctx.ignore_index)
+            scale = grad / count[0] if count else grad
+            rows = scale.expand(target.shape).masked_fill(ignored, 0.0)
+            if torch.is_grad_enabled() and not is_compiling():  # create_graph: the operator has no derivative
+                rows = rows.unsqueeze(1)
+                result = (log_prob.exp() * rows).scatter_add(1, classes.unsqueeze(1), -rows)
+            else:
+                result = torch.ops.npu.npu_cross_entropy_loss_backward.default(
+                    rows, log_prob, classes, reduction="none"
+                )
+        if grad_log_prob is not None:  # in the second pass
+            through = grad_log_prob - log_prob.exp() * grad_log_prob.sum(1, keepdim=True)
+            result = through if result is None else result + through
+        return result, None, None, None

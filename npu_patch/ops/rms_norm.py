@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .guards import FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, keep, subclass_reason, transforming
+from .second_order import with_gradients
 from .verdicts import Verdicts
 
 # (input, gamma) pairs of the operator document, the same for A2, A3 and 950.
@@ -106,7 +107,22 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         weight = _unit_weight(x)
     if is_compiling():  # the operator's shape function promises the strides of x, its result is contiguous
         x = x.contiguous()
-    return torch.ops.npu.npu_rms_norm.default(x, weight, eps)[0]
+    return _twice_differentiable(torch.ops.npu.npu_rms_norm.default(x, weight, eps)[0])
+
+
+def _gradients(node: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the input and the weight."""
+    x, weight = node._saved_self.float(), node._saved_gamma.float()
+    grad, mean_square = grad.float(), x.square().mean(-1, keepdim=True)
+    # The node keeps 1 / sqrt(mean square + eps), and not eps.
+    eps = node._saved_result1.reshape_as(mean_square).detach().pow(-2) - mean_square.detach()
+    scale = (mean_square + eps).rsqrt()
+    normed, scaled = x * scale, grad * weight
+    grad_x = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return grad_x, (grad * normed).reshape(-1, x.shape[-1]).sum(0)
+
+
+_twice_differentiable = with_gradients(_gradients)
 
 
 def _unit_weight(x: Tensor) -> Tensor:

@@ -8,12 +8,16 @@ Source: operator documents torch_npu.npu_swiglu and torch_npu.npu_geglu (op-plug
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from .availability import is_ascend950
 from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
+from .second_order import with_gradients
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """silu(x); gelu(x) with the error function; gelu(x) with tanh."""
@@ -75,5 +79,33 @@ def gated(x: Tensor, activation: str, gate: int = 0) -> Tensor:
         RuntimeError: the operator refuses the arguments; ask `unsupported` first.
     """
     if activation == "silu":
-        return torch.ops.npu.npu_swiglu.default(x, -1)
-    return torch.ops.npu.npu_geglu.default(x, -1, int(activation == "gelu_tanh"), gate == 0)[0]
+        return _twice_swiglu(torch.ops.npu.npu_swiglu.default(x, -1))
+    return _twice_geglu(torch.ops.npu.npu_geglu.default(x, -1, int(activation == "gelu_tanh"), gate == 0)[0])
+
+
+def _swiglu_gradients(node: Any, grad: Tensor) -> tuple[Tensor]:
+    gate, up = node._saved_self.float().chunk(2, -1)
+    grad, sigmoid = grad.float(), gate.sigmoid()
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return (torch.cat((grad * up * slope, grad * gate * sigmoid), -1),)
+
+
+def _geglu_gradients(node: Any, grad: Tensor) -> tuple[Tensor]:
+    gate, up = node._saved_self.float().chunk(2, -1)
+    if not node._saved_activate_left:
+        gate, up = up, gate
+    grad = grad.float()
+    if node._saved_approximate:
+        factor, cubic = math.sqrt(2.0 / math.pi), 0.044715
+        tanh = (factor * (gate + cubic * gate * gate * gate)).tanh()
+        share = 0.5 * (1.0 + tanh)
+        slope = share + 0.5 * gate * (1.0 - tanh * tanh) * factor * (1.0 + 3.0 * cubic * gate * gate)
+    else:
+        share = 0.5 * (1.0 + (gate * math.sqrt(0.5)).erf())
+        slope = share + gate * (-0.5 * gate * gate).exp() / math.sqrt(2.0 * math.pi)
+    parts = (grad * up * slope, grad * gate * share)
+    return (torch.cat(parts if node._saved_activate_left else parts[::-1], -1),)
+
+
+_twice_swiglu = with_gradients(_swiglu_gradients)
+_twice_geglu = with_gradients(_geglu_gradients)

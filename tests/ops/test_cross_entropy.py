@@ -237,3 +237,45 @@ def test_new_numbers_of_rows_are_not_compiled_again_and_again(dynamic):
         found, exact = (torch.autograd.grad(f, x) for f in (traced(x, target), fused(x, target, -100, "mean")))
         torch.testing.assert_close(found, exact)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_second_order_gradients_equal_the_formula(reduction, contiguous):
+    target, weight = labels(20, 11), random(11, seed=3)
+    x = random(20, 11) if contiguous else random(11, 20)
+
+    def second(function, x: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+        rows = (x if contiguous else x.t()) * weight
+        loss = function(rows, target, -100, reduction).square()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        return list(torch.autograd.grad(first.square().sum(), (x, weight)))
+
+    exact = second(
+        original,
+        x.detach().cpu().double().requires_grad_(),
+        weight.detach().cpu().double().requires_grad_(),
+        target.cpu(),
+    )
+    for mine, theirs in zip(second(fused, x, weight, target), exact, strict=True):
+        assert relative_error(mine, theirs) <= 1e-5
+
+
+def test_third_order_gradients_equal_the_formula():
+    def third(function, x: Tensor, target: Tensor) -> Tensor:
+        loss = function(x, target, -100, "mean")
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = gradient.pow(3).sum() * 1e3
+        return gradient
+
+    x, target = random(6, 5), labels(6, 5)
+    exact = third(original, x.detach().cpu().double().requires_grad_(), target.cpu())
+    assert relative_error(third(fused, x, target), exact) <= 1e-4
+
+
+@pytest.mark.parametrize("label", [-1, -5, 11, 255])
+def test_a_label_that_is_no_class_and_not_ignored_is_refused(label):
+    x, target = random(4, 11), torch.tensor([1, label, -100, 3], device="npu")
+    with pytest.raises((RuntimeError, IndexError)):
+        fused(x, target, -100, "mean").item()

@@ -7,7 +7,7 @@ from torch.nn import Parameter
 from npu_patch.ops import rms_norm
 
 from .formulas import gemma_norm, llama_norm
-from .tools import Ran, assert_close, assert_no_worse, compiled, random
+from .tools import Ran, assert_close, assert_no_worse, compiled, random, relative_error, second_order, wide
 
 EPS = 1e-6
 
@@ -212,3 +212,31 @@ def test_no_argument_is_changed() -> None:
     y.backward(head)
     assert torch.equal(head, torch.ones_like(y))
     assert all(torch.equal(a, b) for a, b in zip(before, (x, weight), strict=True))
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_second_order_gradients_equal_the_formula(leading: tuple[int, ...]) -> None:
+    x, weight, head = random(*leading, 16), random(16, seed=1), random(*leading, 16, seed=2)
+    exact = second_order(lambda x, w: llama_norm(x, w, EPS), *(wide(t) for t in (x, weight, head)))
+    for mine, theirs in zip(second_order(fused, x, weight, head), exact, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+
+
+def test_second_order_gradients_of_a_weight_that_made_the_input() -> None:
+    weight, head = random(16, seed=1), random(3, 16, seed=2)
+
+    def deep(norm: object, weight: torch.Tensor, head: torch.Tensor) -> list[torch.Tensor]:
+        return second_order(lambda w, h: norm(norm(w * w.new_ones(3, 1), w), w) * h, weight, head, head.detach())
+
+    exact = deep(lambda x, w: llama_norm(x, w, EPS), wide(weight), wide(head))
+    for mine, theirs in zip(deep(fused, weight, head), exact, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+
+
+def test_second_order_gradients_without_a_weight_and_in_bfloat16() -> None:
+    x, head = random(3, 16, dtype=torch.bfloat16), random(3, 16, seed=2, dtype=torch.bfloat16)
+    exact = second_order(lambda x: llama_norm(x, 1.0, EPS), wide(x), wide(head))
+    found = second_order(lambda x: fused(x, None), x, head)
+    assert [t.dtype for t in found] == [torch.bfloat16] * 2
+    for mine, theirs in zip(found, exact, strict=True):
+        assert relative_error(mine, theirs) < 2e-2

@@ -10,7 +10,7 @@ from torch import Tensor
 import npu_patch.simulator
 from npu_patch.ops import swiglu
 
-from .tools import Ran, assert_close, assert_no_worse, compiled, random
+from .tools import Ran, assert_close, assert_no_worse, compiled, random, relative_error, second_order, wide
 
 CASES = [("silu", 0), ("gelu", 0), ("gelu", 1), ("gelu_tanh", 0), ("gelu_tanh", 1)]
 OPERATORS = {"silu": "npu_swiglu", "gelu": "npu_geglu", "gelu_tanh": "npu_geglu"}
@@ -52,6 +52,14 @@ def test_any_shape_and_scale_equals_the_formula(shape, half, scale, case):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "gate"), CASES)
+def test_second_order_gradients_equal_the_formula(activation, gate):
+    x, head = random(2, 3, 16), random(2, 3, 8)
+    exact = second_order(lambda x: formula(x, activation, gate), wide(x), wide(head))
+    for mine, theirs in zip(second_order(lambda x: fused(x, activation, gate), x, head), exact, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
 
 
 @pytest.mark.parametrize(("activation", "gate"), CASES)

@@ -64,6 +64,13 @@ def results(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[T
     return [output.detach(), *gradients]
 
 
+def second_order(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Gradients, for all inputs, of a function of the first gradients; the last input is the incoming gradient."""
+    *leaves, head = inputs
+    first = torch.autograd.grad(function(*leaves), leaves, head, create_graph=True)
+    return list(torch.autograd.grad(sum(x.square().sum() for x in first), [x for x in inputs if x.requires_grad]))
+
+
 def assert_close(
     ours: Callable[..., Tensor], formula: Callable[..., Tensor], *inputs: Tensor, most: float = 1e-5
 ) -> None:
