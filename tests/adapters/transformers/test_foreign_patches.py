@@ -82,7 +82,7 @@ def liger_like(count: Count) -> Callable[..., Any]:
 def verl_like(count: Count) -> Callable[..., Any]:
     def verl_rope(q, k, cos, sin, unsqueeze_dim=1):
         count.calls += 1
-        return STOCK_ROPE(q, k, cos, sin, unsqueeze_dim)
+        return STOCK_ROPE(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     return verl_rope
 
