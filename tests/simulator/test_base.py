@@ -70,14 +70,14 @@ def test_torch_npu_checks_the_arguments_first() -> None:
 
 
 def test_an_operator_without_a_simulated_kernel_raises_and_names_it() -> None:
-    with pytest.raises(RuntimeError, match=r"simulator: operator aclnn\w*GeGlu\w* has no simulated kernel"):
-        torch.ops.npu.npu_geglu(values(2, 8).npu())
+    with pytest.raises(RuntimeError, match=r"simulator: operator aclnn\w*FastGelu\w* has no simulated kernel"):
+        torch.ops.npu.fast_gelu(values(2, 8).npu())
 
 
 def test_an_operator_without_a_simulated_kernel_raises_after_a_host_check_too() -> None:
     torch.ops.npu.npu_swiglu(values(2, 8).npu())
     with pytest.raises(RuntimeError, match="has no simulated kernel"):
-        torch.ops.npu.npu_geglu(values(2, 8).npu())
+        torch.ops.npu.fast_gelu(values(2, 8).npu())
 
 
 def test_a_refused_host_check_leaves_the_device_strict() -> None:
@@ -85,7 +85,7 @@ def test_a_refused_host_check_leaves_the_device_strict() -> None:
     with pytest.raises(RuntimeError, match="input_layout"):
         torch.ops.npu.npu_fusion_attention(q, q, q, 2, "NBSD")
     with pytest.raises(RuntimeError, match="has no simulated kernel"):
-        torch.ops.npu.npu_geglu(values(2, 8).npu())
+        torch.ops.npu.fast_gelu(values(2, 8).npu())
 
 
 def test_tensors_of_two_devices_are_refused() -> None:
