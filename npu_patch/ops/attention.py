@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from .availability import is_ascend950, schema_has
 from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, dtype_name, keep, subclass_reason, transforming
 from .masks import Mask, MaskFacts, TensorFacts
+from .per_tensor import Derived
 from .verdicts import Verdicts
 
 __all__ = ["SAVE_OPS", "Mask", "attention", "unsupported"]
@@ -58,10 +59,11 @@ def unsupported(
         reason = _compiling_reason() or judge(
             query.shape, key.shape, value.shape, dtype, device, layout, mask.describe(), biased
         )
-    elif plain:
-        reason = _verdicts[query.shape, key.shape, value.shape, dtype, device, layout, mask.facts, biased]
     else:
-        reason = judge(query.shape, key.shape, value.shape, dtype, device, layout, mask.facts, biased)
+        facts = (query.shape, key.shape, value.shape, dtype, device, layout, mask.facts, biased)
+        reason = _verdicts[facts] if plain else judge(*facts)
+    if sinks is None and not return_lse:
+        return reason
     if reason is None and sinks is not None:
         reason = _sinks_reason(sinks, _sizes(query.shape, layout)[1])
     if reason is None and return_lse:
@@ -266,6 +268,8 @@ def attention(
     heads, q_len, kv_len = shape[heads_at], shape[length_at], key.shape[length_at]
     if scale is None:
         scale = shape[-1] ** -0.5
+    if mask.bias is not None and not mask.hard_bias:
+        mask = _with_infinities_hidden(mask, mask.bias, q_len, kv_len)
     options = _mask_options(mask, query, q_len, kv_len)
     if mask.bias is not None:
         options["pse"] = _pse(mask.bias, mask.hard_bias, scale, heads, q_len, kv_len)
@@ -340,13 +344,34 @@ def _rows(may_hide: bool, options: dict[str, Any]) -> dict[str, Any]:
 def _pse(bias: Tensor, hard: bool, scale: float, heads: int, q_len: int, kv_len: int) -> Tensor:
     """The bias as the operator takes it: added before scaling, of a full shape but for the batch, and finite.
 
-    A bias of the type's lowest number, which hides a key, would overflow when divided by a scale below 1, and a row of
-    infinities gives NaN where the lowest number gives equal weights.
+    A bias of the type's lowest number, which hides a key, would overflow when divided by a scale below 1; a row of it
+    gives equal weights.
     """
     if hard:
         return bias.expand(bias.shape[0], heads, q_len, kv_len)
     limit = torch.finfo(bias.dtype)
     return (bias / scale).clamp(limit.min, limit.max).expand(bias.shape[0], heads, q_len, kv_len)
+
+
+_infinite = Derived(lambda bias: bias.detach() == -math.inf)
+
+
+def _with_infinities_hidden(mask: Mask, bias: Tensor, q_len: int, kv_len: int) -> Mask:
+    """The mask written out, with the keys that a bias of -inf hides.
+
+    As a number in the operator's bias -inf would be the lowest one, and a row of it would give equal weights, not 0.
+    """
+    hidden = _infinite(bias)
+    if mask.kind == "dense":
+        assert mask.hidden is not None
+        hidden = hidden | mask.hidden
+    elif mask.kind != "full":
+        ahead = kv_len - q_len if mask.alignment == "lower_right" else 0
+        distance = torch.arange(kv_len, device=bias.device) - torch.arange(q_len, device=bias.device)[:, None] - ahead
+        hidden = hidden | (distance > 0)
+        if mask.window is not None:
+            hidden = hidden | (distance <= -mask.window)
+    return Mask.dense(hidden.expand(*hidden.shape[:-1], kv_len)).with_bias(bias)
 
 
 _triangles: dict[torch.device, Tensor] = {}

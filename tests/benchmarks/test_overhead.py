@@ -37,23 +37,25 @@ def best(calls: list[Call], rounds: int = 200, number: int = 40) -> list[float]:
     return [min(column) / number for column in zip(*times, strict=True)]
 
 
-def share_of_a_small_norm(patched: Call, bare: Call, attempts: int = 6) -> float:
-    """(patched - bare) / yardstick; measured again while the machine is so busy that it cannot be told."""
+def share_of_a_small_norm(patched: Call, bare: Call, attempts: int = 10) -> float:
+    """(patched - bare) / yardstick, the best of several attempts: other processes can only make it look worse.
+
+    An attempt in which two measurements of the yardstick differ by more than a fifth counts where no other does.
+    """
     x, weight = torch.randn(1, 64), torch.ones(64)
 
     def yardstick() -> Any:
         return torch.nn.functional.rms_norm(x, (64,), weight)
 
-    calls = [yardstick, patched, bare, yardstick]
-    found = best(calls)
-    for _ in range(attempts - 1):
-        first, ours, plain, second = found
+    shares: list[tuple[bool, float]] = []
+    for _ in range(attempts):
+        first, ours, plain, second = best([yardstick, patched, bare, yardstick])
         norm = min(first, second)
-        if max(first, second) <= 1.2 * norm and ours - plain <= ALLOWED * norm:
+        noisy = max(first, second) > 1.2 * norm
+        shares.append((noisy, (ours - plain) / norm))
+        if not noisy and shares[-1][1] <= ALLOWED:
             break
-        found = [min(pair) for pair in zip(found, best(calls), strict=True)]
-    first, ours, plain, second = found
-    return (ours - plain) / min(first, second)
+    return min(shares)[1]
 
 
 @pytest.fixture
@@ -216,14 +218,18 @@ def test_a_torchtitan_rope_with_positions_seen_before(judge, operators, node, de
 def test_an_sdpa_entry(judge, operators, device, masked):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    from npu_patch.adapters.transformers.fused import dense_of
+
     q, k, v = (torch.randn(1, 8, n, 16, device=device).transpose(1, 2) for n in (4, 2, 2))
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool, device=device).tril() if masked else None
-    written = ops.Mask.dense(mask) if masked else ops.Mask.causal("upper_left")
+    causal = ops.Mask.causal("upper_left")
     layer = torch.nn.Linear(1, 1)
     layer.num_key_value_groups, layer.is_causal = 2, True
 
     def bare(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        # True means the opposite to the operator: without a look for the inverted mask there would be a launch instead.
+        written = causal if attention_mask is None else dense_of.get(attention_mask)
         return ops.attention(query, key, value, written, layout="BSND", scale=scaling).contiguous(), None
 
     # As a layer of a model calls it.

@@ -11,7 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
 from ...discovery import NotRecognised
@@ -61,6 +61,8 @@ def adapter(entry: FunctionType) -> Callable[[Any, Site], Callable[..., Any]]:
     return _with_position_bias if names[8:] else _without_position_bias
 
 
+_harmless = HARMLESS.issuperset
+_FULL, _CAUSAL = op.Mask.full(), op.Mask.causal("upper_left")
 _PARAMETERS = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal")
 
 
@@ -148,25 +150,24 @@ def _attend(
     site: Site,
 ) -> tuple[str | None, Any]:
     """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous)."""
-    if not HARMLESS.issuperset(kwargs):
+    if kwargs and not _harmless(kwargs):
         for name, given in kwargs.items():
             if name not in HARMLESS and given is not None and given is not False:
                 return f"keyword {name}", None
     groups = getattr(module, "num_key_value_groups", 1)
     shape, key_shape = query.shape, key.shape
-    if len(shape) != 4 or len(key_shape) != 4 or shape[1] != key_shape[1] * (groups if groups > 1 else 1):
+    if len(shape) != 4 or len(key_shape) != 4 or shape[1] != (key_shape[1] * groups if groups > 1 else key_shape[1]):
         return "query heads are not key heads times num_key_value_groups", None
-    if torch.is_autocast_enabled("npu"):  # the stock function is cast by autocast, the operator is not
+    if is_autocast_enabled("npu"):  # the stock function is cast by autocast, the operator is not
         dtype = torch.get_autocast_dtype("npu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    q_len, kv_len = shape[2], key_shape[2]
     if attention_mask is not None:
         dense = None if is_compiling() else dense_of.get(attention_mask)
         if dense is not None:
-            return fused(query, key, value, dense, scaling, site, dropout=dropout)
+            return fused(query, key, value, dense, scaling, site, None, dropout)
         known = masks.known(attention_mask, query, key)
         if known is not None:
-            reason, output = fused(query, key, value, known, scaling, site, dropout=dropout)
+            reason, output = fused(query, key, value, known, scaling, site, None, dropout)
             if reason is None or known.kind != "documents":
                 return reason, output
         if attention_mask.dtype is torch.bool:
@@ -177,10 +178,10 @@ def _attend(
             mask = op.Mask.full().with_bias(attention_mask)
         else:
             return f"a mask of type {str(attention_mask.dtype).removeprefix('torch.')}", None
-    elif q_len > 1 and (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
-        if kv_len > q_len:  # an empty static cache: what lies behind the queries is not filled yet
+    elif shape[2] > 1 and (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+        if key_shape[2] > (q_len := shape[2]):  # an empty static cache: what lies behind the queries is not filled yet
             key, value = key[:, :, :q_len], value[:, :, :q_len]
-        mask = op.Mask.causal("upper_left")
+        mask = _CAUSAL
     else:
-        mask = op.Mask.full()
-    return fused(query, key, value, mask, scaling, site, dropout=dropout)
+        mask = _FULL
+    return fused(query, key, value, mask, scaling, site, None, dropout)
