@@ -10,8 +10,10 @@ from torch import Tensor
 
 from .masks import Mask
 
-_EXHAUSTIVE = 1 << 17  # so many (query, key) pairs are all looked at; above, a sample of them
-_SAMPLE = 1 << 15
+_EXHAUSTIVE = 1 << 24  # so many (sample, query, key) are all looked at, as many as one sample of 4096 tokens has
+_LINES = 1 << 23  # above, so many of them, in whole rows and columns
+_CHUNK = 1 << 22  # looked at together
+_HEADS = 256  # as many as the fused operator takes
 
 
 class Look(Protocol):
@@ -52,12 +54,14 @@ class Meaning:
         return Meaning(self.lower[rows], self.upper[rows], self.starts[rows], self.causal, self.window)
 
 
-def read(look: Look, batch: int, length: int) -> Meaning | None:
+def read(look: Look, batch: int, length: int, heads: int = _HEADS) -> Meaning | None:
     """The meaning of a mask over (batch, length, length); None where it has no such form.
 
     Document boundaries are where a token does not see the one before it; the window is what the last token of the
-    longest document sees.  Then the form is verified: for every query the ends of what it sees and what lies beyond
-    them, and all pairs of a sample of tokens around the boundaries; all pairs there are where they are few.
+    longest document sees.  Then the form is verified (`shows`), and that a sample of tokens is seen alike by the heads.
+
+    Args:
+        heads: so many are compared; 1 where it is known that the mask is the same for all.
     """
     b = torch.arange(batch, device="cpu").unsqueeze(1)
     t = torch.arange(length, device="cpu").unsqueeze(0)
@@ -87,7 +91,7 @@ def read(look: Look, batch: int, length: int) -> Meaning | None:
     lower = first if window is None else torch.maximum(first, t - window + 1)
     upper = t.expand(batch, -1) if causal else last
     meaning = Meaning(lower, upper, starts, causal, window)
-    return meaning if _verified(look, meaning) else None
+    return meaning if shows(look, meaning) and _alike(look, meaning, heads) else None
 
 
 def _bounds(starts: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,33 +103,56 @@ def _bounds(starts: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def _verified(look: Look, meaning: Meaning) -> bool:
+def shows(look: Look, meaning: Meaning) -> bool:
+    """Whether head 0 of a mask shows what the meaning says.
+
+    Up to 2**24 (sample, query, key) every one is looked at.  Above, for every query the ends of what it sees and what
+    lies beyond them, and whole rows and columns: those around document boundaries, others spread evenly, and random
+    ones.  A mask that differs inside a document, in no such row or column, is not told from its meaning there.
+    """
     batch, length = meaning.lower.shape
     b = torch.arange(batch, device="cpu").reshape(-1, 1, 1)
-    t = torch.arange(length, device="cpu").reshape(1, -1, 1)
-    lower, upper = meaning.lower.unsqueeze(-1), meaning.upper.unsqueeze(-1)
+    t = torch.arange(length, device="cpu")
+    lower, upper = (bound.int().unsqueeze(-1) for bound in (meaning.lower, meaning.upper))
 
-    def agrees(sample: Tensor, query: Tensor, key: Tensor, head: int = 0) -> bool:
-        wanted = (key >= lower[sample, query, 0]) & (key <= upper[sample, query, 0])
-        return torch.equal(look(sample, query, key, head), wanted)
+    def agrees(queries: Tensor, keys: Tensor) -> bool:
+        at, row = keys.int(), queries.reshape(-1)
+        wanted = (at >= lower[:, row]) & (at <= upper[:, row])
+        return torch.equal(look(b, queries, keys), wanted)
+
+    def agree(queries: Tensor, keys: Tensor) -> bool:
+        parts = queries.split(max(1, _CHUNK // (batch * len(keys))))
+        return all(agrees(part.reshape(1, -1, 1), keys.reshape(1, 1, -1)) for part in parts)
 
     if batch * length * length <= _EXHAUSTIVE:
-        if not agrees(b, t, t.reshape(1, 1, -1)):
-            return False
-    else:
-        edges = torch.cat((lower, lower - 1, upper, upper + 1), -1).clamp(0, length - 1)
-        tokens = _sample(meaning.starts, max(8, int((_SAMPLE / batch) ** 0.5)))
-        if not agrees(b, t, edges) or not agrees(b, tokens.reshape(1, -1, 1), tokens.reshape(1, 1, -1)):
-            return False
-    tokens = _sample(meaning.starts, 16)  # another head sees the same
-    return all(agrees(b[:2], tokens.reshape(1, -1, 1), tokens.reshape(1, 1, -1), head) for head in (1, 2))
+        return agree(t, t)
+    edges = torch.cat((lower, lower - 1, upper, upper + 1), -1).clamp(0, length - 1).long()
+    wanted = (edges >= lower) & (edges <= upper)
+    if not torch.equal(look(b, t.reshape(1, -1, 1), edges), wanted):
+        return False
+    lines = _sample(meaning.starts, max(8, _LINES // (2 * batch * length)))
+    return agree(lines, t) and agree(t, lines)
+
+
+def _alike(look: Look, meaning: Meaning, heads: int) -> bool:
+    """Whether every head sees what the meaning says, in some of the samples and tokens."""
+    if heads == 1:
+        return True
+    b = torch.arange(min(2, len(meaning.lower)), device="cpu").reshape(-1, 1, 1, 1)
+    tokens = _sample(meaning.starts, 16)
+    query, key = tokens.reshape(1, 1, -1, 1), tokens.reshape(1, 1, 1, -1)
+    seen = look(b, query, key, torch.arange(1, heads, device="cpu").reshape(1, -1, 1, 1))
+    wanted = (key >= meaning.lower[b, query]) & (key <= meaning.upper[b, query])
+    return torch.equal(seen, wanted.expand(seen.shape))
 
 
 def _sample(starts: Tensor, count: int) -> Tensor:
-    """Up to `count` token indices: both ends, some boundaries with their neighbours, and others in between."""
+    """About `count` token indices: both ends, some boundaries with their neighbours, some in between, random ones."""
     length = starts.shape[1]
     boundaries = torch.nonzero(starts.any(0)).flatten()
     some = boundaries[:: max(1, len(boundaries) * 6 // count)]
     near = (some.unsqueeze(1) + torch.tensor([-1, 0, 1], device="cpu")).flatten().clamp(0, length - 1)
-    spread = torch.linspace(0, length - 1, count // 2, device="cpu").long()
-    return torch.unique(torch.cat((near, spread)))
+    spread = torch.linspace(0, length - 1, max(2, count // 4), device="cpu").long()
+    generator = torch.Generator().manual_seed(length)
+    random = torch.randint(0, length, (count // 4,), generator=generator, device="cpu")
+    return torch.unique(torch.cat((near, spread, random)))

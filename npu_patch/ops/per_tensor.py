@@ -70,7 +70,8 @@ class PerTensor(Generic[Value]):
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Where and how the tensor lies in memory."""
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    lazy = tensor.is_conj(), tensor.is_neg()  # views that conjugate or negate what lies there
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *lazy)
 
 
 class Derived(PerTensor[Value]):

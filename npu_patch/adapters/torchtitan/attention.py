@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ...discovery.bracket import NotRecognised, quiet, same
 from ...ops import attention as op
 from ...ops.attention import Mask
-from ...ops.guards import FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
+from ...ops.guards import FLOATS, FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import masks
@@ -111,6 +111,12 @@ def _shape_reason(query: Tensor, key: Tensor, enable_gqa: bool) -> str | None:
     return None
 
 
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast, which is on, hands them to the stock attentions; the operator is not cast by it."""
+    dtype = torch.get_autocast_dtype("npu")
+    return tuple(t.to(dtype) if t.device.type == "npu" and t.dtype in FLOATS else t for t in tensors)
+
+
 def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
     def forward(
         self: Any,
@@ -128,8 +134,11 @@ def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
         with_lse = out_transform is not None
         reason: str | None = "a score_mod"
         mask = _NO_MASK
+        query, key, value = q_BLNH, k_BLNH, v_BLNH
         if score_mod is None:
-            reason, mask = _choose(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, enable_gqa, with_lse, site.options)
+            if torch.is_autocast_enabled("npu"):
+                query, key, value = _cast(query, key, value)
+            reason, mask = _choose(query, key, value, attention_masks, scale, enable_gqa, with_lse, site.options)
         if reason is not None:
             site.fallback(reason)
             return original(
@@ -147,11 +156,11 @@ def _flex_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
         site.hit()
         if mask.kind != "documents":
             if out_transform is None:
-                return op.attention(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
-            out, lse = op.attention(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale, return_lse=True)
+                return op.attention(query, key, value, mask, layout="BSND", scale=scale)
+            out, lse = op.attention(query, key, value, mask, layout="BSND", scale=scale, return_lse=True)
             return out_transform(out, lse.transpose(1, 2))
-        batch, length, heads, _ = q_BLNH.shape
-        q, k, v = q_BLNH.flatten(0, 1), k_BLNH.flatten(0, 1), v_BLNH.flatten(0, 1)
+        batch, length, heads, _ = query.shape
+        q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         if out_transform is None:
             return op.attention(q, k, v, mask, layout="TND", scale=scale).view(batch, length, heads, -1)
         out, lse = op.attention(q, k, v, mask, layout="TND", scale=scale, return_lse=True)
@@ -221,7 +230,7 @@ def _ask(
     source = source_of(block_mask, batch, (length, key.shape[1]), query.device)
     if isinstance(source, str):
         return source, _NO_MASK
-    mask = source.compact
+    mask = source.compact if source.shared(batch) else None
     if mask is not None and mask.kind == "documents":
         if is_compiling():
             mask = source.traced() or mask
@@ -238,7 +247,7 @@ def _ask(
     early = op.unsupported(query, key, value, _NO_MASK, layout="BSND", scale=scale, return_lse=with_lse)
     if early is not None:
         return early, _NO_MASK
-    mask = source.dense(heads, limit)
+    mask = source.dense(batch, heads, limit)
     if mask is None:
         return "a mask that torch.compile would have to write out", _NO_MASK
     return op.unsupported(query, key, value, mask, layout="BSND", scale=scale, return_lse=with_lse), mask
@@ -262,8 +271,11 @@ def _plain_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
         if attention_masks is not None:
             reason = "attention masks"
         reason = reason or _shape_reason(q_BLNH, k_BLNH, enable_gqa)
+        query, key, value = q_BLNH, k_BLNH, v_BLNH
         if reason is None:
-            reason = op.unsupported(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
+            if torch.is_autocast_enabled("npu"):
+                query, key, value = _cast(query, key, value)
+            reason = op.unsupported(query, key, value, mask, layout="BSND", scale=scale)
         if reason is not None:
             site.fallback(reason)
             return original(
@@ -278,7 +290,7 @@ def _plain_adapter(original: Any, site: Site) -> Callable[..., Tensor]:
                 **kwargs,
             )
         site.hit()
-        return op.attention(q_BLNH, k_BLNH, v_BLNH, mask, layout="BSND", scale=scale)
+        return op.attention(query, key, value, mask, layout="BSND", scale=scale)
 
     return forward
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from ...ops.attention import Mask
 from .aside import aside
-from .mask_meaning import MaskMod, Meaning, describe, recognise, tells_heads_apart
+from .mask_meaning import HEAD, SAMPLE, MaskMod, Meaning, describe, one_for_all, reads, recognise
 
 _BUILT = frozenset(BlockMask.__annotations__) - {"seq_lengths", "BLOCK_SIZE", "mask_mod"}
 
@@ -50,8 +50,10 @@ class Source:
         self.compact = self.meaning.compact() if self.meaning is not None else None
         self.bounds: tuple[Tensor, Tensor] | None = None
         self.answers: dict[Any, tuple[str | None, Mask]] = {}
-        self._dense: dict[int | None, Mask] = {}
+        self._dense: dict[tuple[int | None, int | None], Mask] = {}
         self._per_head: bool | None = None if self.meaning is None else False
+        self._reads_sample: bool | None = None
+        self._shared: dict[int, bool] = {}
 
     def prepare(self, limit: int) -> None:
         """Make now what would otherwise be made at the first attention, which torch.compile could not do.
@@ -59,10 +61,12 @@ class Source:
         Raises:
             DenseMaskError: the mask has no compact form and is longer than the limit.
         """
+        if self.batch in (None, 1):
+            self._reads_sample = reads(self.mod, SAMPLE, self.device)
         if self.meaning is None:
             self.check_length(limit)
             if not self.per_head():
-                self.dense(1, limit)
+                self.dense(self.batch or 1, 1, limit)
         elif _Tracing.seen and self.compact is not None and self.compact.kind == "documents":
             lower, upper = (bound.int().to(self.device) for bound in (self.meaning.lower, self.meaning.upper))
             self.bounds = (lower, upper)
@@ -79,10 +83,11 @@ class Source:
                 f'or npu_patch.configure("attention", dense_mask_limit=...), or switch the op attention off'
             )
 
-    def dense(self, heads: int, limit: int) -> Mask | None:
+    def dense(self, batch: int, heads: int, limit: int) -> Mask | None:
         """The mask written out, once; None where torch.compile traces and it was not written out before.
 
         Args:
+            batch: number of samples, for a mask_mod that tells samples apart although the mask has one.
             heads: number of query heads, for a mask_mod that tells heads apart although the mask has one head.
             limit: greatest length.
 
@@ -93,23 +98,39 @@ class Source:
         own_heads = self.heads
         if own_heads in (None, 1):
             own_heads = heads if self.per_head() else None
-        known = self._dense.get(own_heads)
+        own_batch = self.batch if self.shared(batch) else batch
+        known = self._dense.get((own_batch, own_heads))
         if known is None and not is_compiling():
             with aside():
-                seen = create_mask(self.mod, self.batch, own_heads, *self.lengths, device=self.device)
+                seen = create_mask(self.mod, own_batch, own_heads, *self.lengths, device=self.device)
                 if self.blocks is not None:
                     listed, full = self.blocks.pairs(self.lengths)
                     seen = (seen & listed) | full
                 # What has a meaning lets every query see itself.
-                known = self._dense[own_heads] = Mask.dense(~seen, may_hide_rows=self.meaning is None)
+                may_hide_rows = self.meaning is None or own_batch != self.batch
+                known = self._dense[own_batch, own_heads] = Mask.dense(~seen, may_hide_rows=may_hide_rows)
         return known
 
     def per_head(self) -> bool:
-        """Whether the mod tells heads apart; flex attention evaluates it per head even for a mask of one head."""
+        """Whether the mod reads the head; flex attention evaluates it per head even for a mask of one head."""
         if self._per_head is None:
-            with aside():
-                self._per_head = tells_heads_apart(self.mod, self.lengths, self.device)
+            self._per_head = reads(self.mod, HEAD, self.device)
         return self._per_head
+
+    def shared(self, batch: int) -> bool:
+        """Whether the mask holds for this many samples; flex attention evaluates the mod per sample even for one.
+
+        Found out once per batch, on the host; while torch.compile traces only by whether the mod reads the sample.
+        """
+        if batch == (self.batch or 1):
+            return True
+        if is_compiling():
+            return self._reads_sample is False
+        known = self._shared.get(batch)
+        if known is None:
+            known = one_for_all(self.mod, self.meaning, batch, self.lengths, self.device)
+            self._shared[batch] = known
+        return known
 
     def traced(self) -> Mask | None:
         """Documents as tensor operators for a graph; None before the first mask that was made for graphs.

@@ -12,21 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.mask_meaning import Meaning, read
+from ...ops.mask_meaning import Meaning, read, shows
 from .aside import aside
 
-__all__ = ["MaskMod", "Meaning", "describe", "evaluate", "recognise", "tells_heads_apart"]
+__all__ = ["HEAD", "SAMPLE", "MaskMod", "Meaning", "describe", "evaluate", "one_for_all", "reads", "recognise"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+SAMPLE, HEAD = 0, 1  # positions of a mask_mod's arguments
 
 
 def evaluate(mod: MaskMod, device: Any, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """The mod on index vectors of one length, element by element as flex attention defines it; bool, on the host."""
+    return _mapped(torch.vmap(mod), device, b, h, q, kv)
+
+
+def _mapped(mod: Any, device: Any, *indices: Tensor) -> Tensor:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     with torch.no_grad(), TransformGetItemToIndex():
-        seen = torch.vmap(mod)(*(index.to(device) for index in (b, h, q, kv)))
+        seen: Tensor = mod(*(index.to(device) for index in indices))
     return seen.to("cpu").bool()
+
+
+def _over_grid(mod: MaskMod) -> Any:
+    """The mod on vectors of samples, queries and keys, for all their combinations, as create_block_mask does it."""
+    over_keys = torch.vmap(mod, in_dims=(None, None, None, 0))
+    over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+    return torch.vmap(over_queries, in_dims=(0, None, None, None))
 
 
 class _Look:
@@ -37,12 +49,19 @@ class _Look:
         self.devices = [torch.device("cpu")] + ([device] if device.type != "cpu" else [])
 
     def __call__(self, b: Tensor, q: Tensor, kv: Tensor, head: Tensor | int = 0) -> Tensor:
-        b, h, q, kv = torch.broadcast_tensors(b, torch.as_tensor(head, device="cpu"), q, kv)
-        shape = q.shape
-        indices = [index.reshape(-1) for index in (b, h, q, kv)]
+        h = torch.as_tensor(head, device="cpu")
+        shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, kv.shape)
+        three = h.dim() == 0 and b.dim() == q.dim() == kv.dim() == 3
+        grid = three and b.shape[1:] == q.shape[::2] == kv.shape[:2] == (1, 1)
+        if grid:  # far cheaper: what depends on a query or a key alone is not evaluated for pairs
+            indices = [b.reshape(-1), h, q.reshape(-1), kv.reshape(-1)]
+            mapped = _over_grid(self.mod)
+        else:
+            indices = [index.reshape(-1) for index in torch.broadcast_tensors(b, h, q, kv)]
+            mapped = torch.vmap(self.mod)
         while True:
             try:
-                return evaluate(self.mod, self.devices[0], *indices).expand(q.numel()).reshape(shape)
+                return _mapped(mapped, self.devices[0], *indices).reshape(shape)
             except Exception:  # foreign code on a device that it was not made for raises anything
                 if len(self.devices) == 1:
                     raise
@@ -50,28 +69,68 @@ class _Look:
 
 
 def recognise(mod: MaskMod, batch: int, length: int, device: torch.device) -> Meaning | None:
-    """The meaning of a mask over (batch, length, length); None without such a form, or if it cannot be evaluated."""
+    """The meaning of a mask over (batch, length, length) for any number of heads.
+
+    None without such a form, where the mod reads the head index, or if it cannot be evaluated.
+    """
     try:
         with aside():
-            return read(_Look(mod, device), batch, length)
+            return None if reads(mod, HEAD, device) else read(_Look(mod, device), batch, length, heads=1)
     except Exception:  # evaluated as a whole later, which raises the mod's own error
         return None
 
 
-def tells_heads_apart(mod: MaskMod, lengths: tuple[int, int], device: torch.device) -> bool:
-    """Whether a mask_mod shows different keys to different heads, or cannot be asked about many heads.
+def reads(mod: MaskMod, argument: int, device: torch.device) -> bool:
+    """Whether what a mask_mod shows may depend on the argument `SAMPLE` or `HEAD`.
 
-    Judged by a sample of the first sample's pairs, for 64 heads.
+    Found by following the index through the mod, not by its values: False is certain for every sample or head there
+    may be.  The mod is one that `torch.vmap` maps, so it does not branch on an index.  No index but 0 is asked for.
     """
-    look = _Look(mod, device)
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    q, kv = (torch.linspace(0, length - 1, 32, device="cpu").long() for length in lengths)
-    heads = torch.arange(64, device="cpu").reshape(-1, 1, 1)
-    try:
-        seen = look(zero, q.unsqueeze(1), kv, heads)
-    except Exception:  # a table of fewer heads
+    found: list[bool] = []
+
+    def one(index: Tensor) -> Tensor:
+        indices = [torch.zeros_like(zero) for _ in range(4)]
+        indices[argument] = index
+        seen = mod(*indices)
+        found.append(torch._C._functorch.is_batchedtensor(seen))
+        return seen
+
+    for place in dict.fromkeys((torch.device("cpu"), device)):
+        zero = torch.zeros((), dtype=torch.int64, device=place)
+        try:
+            with aside():
+                _mapped(torch.vmap(one), place, torch.zeros(2, dtype=torch.int64, device="cpu"))
+        except Exception:  # closes over tensors of the other device, or branches on the index
+            found.clear()
+            continue
+        return found[0]
+    return True
+
+
+def one_for_all(mod: MaskMod, meaning: Meaning | None, batch: int, lengths: tuple[int, int], device: Any) -> bool:
+    """Whether what a mask_mod shows to sample 0 is what it shows to every sample of a batch.
+
+    A mod that cannot be asked about a second sample, for its table has one row, is one for all.
+
+    Args:
+        meaning: what was found for sample 0; without one a mod that reads the sample is not one for all.
+    """
+    if not reads(mod, SAMPLE, device):
         return True
-    return not bool((seen == seen[:1]).all())
+    look, zero = _Look(mod, device), torch.zeros((), dtype=torch.int64, device="cpu")
+    with aside():
+        look(zero, zero, zero)
+        del look.devices[1:]  # where it works for one sample, so that a row too many never reaches a device
+        try:
+            look(zero + 1, zero, zero)
+        except Exception:
+            return True
+        if meaning is None:
+            return False
+        try:
+            return shows(look, meaning.select(torch.zeros(batch, dtype=torch.int64, device="cpu")))
+        except Exception:  # fewer rows than samples: writing it out raises the mod's own error
+            return False
 
 
 def describe(mod: Any, depth: int = 3) -> str:

@@ -17,7 +17,7 @@ __all__ = ["FULL_WIDTH", "NotRecognised", "recognise_forward", "recognise_rotati
 
 def _complex_table(cache: Tensor) -> tuple[Tensor, Tensor]:
     """From e^(i θ), (..., D / 2) complex, to cos and sin with every entry twice, (..., D)."""
-    parts = torch.view_as_real(cache)
+    parts = torch.view_as_real(cache.resolve_conj()).resolve_neg()
     cos, sin = (
         parts[..., i].unsqueeze(-1).expand(*cache.shape, 2).reshape(*cache.shape[:-1], 2 * cache.shape[-1])
         for i in (0, 1)
@@ -27,7 +27,8 @@ def _complex_table(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 def _cos_sin_table(cache: Tensor) -> tuple[Tensor, Tensor]:
     """From cos | sin side by side, (..., 2 D), to two tensors of their own."""
-    cos, sin = (half.clone(memory_format=torch.contiguous_format) for half in cache.chunk(2, -1))
+    halves = cache.resolve_neg().chunk(2, -1)
+    cos, sin = (half.clone(memory_format=torch.contiguous_format) for half in halves)
     return cos, sin
 
 

@@ -269,6 +269,45 @@ def test_one_mask_for_all_samples(batch):
             assert_close(run(flex(), *tensors, masks), expected(*tensors, seen.expand(B, -1, -1, -1)))
 
 
+def late_heads(b, h, q, kv):
+    return (q >= kv) & ((h < 3) | (q - kv < 4))
+
+
+def late_samples(b, h, q, kv):
+    return (q >= kv) & ((b < 1) | (q - kv < 4))
+
+
+def late_samples_of_prefix(b, h, q, kv):
+    return prefix(b, h, q, kv) & ((b < 1) | (q - kv < 4))
+
+
+def every_sample(b, h, q, kv):
+    return (q >= kv) & (b >= 0)
+
+
+@pytest.mark.parametrize("batch", [1, None, B])
+@pytest.mark.parametrize("mod", [late_heads, late_samples, late_samples_of_prefix, every_sample])
+def test_heads_and_samples_beyond_those_of_the_mask(mod, batch):
+    tensors = qkv(heads=8, kv_heads=8)
+    wanted = expected(*tensors, seen_by(mod, heads=8))
+    stock = create_block_mask(mod, batch, None, L, L, device="npu", BLOCK_SIZE=64)
+    with npu_patch.scope("attention"), uncompilable():
+        for masks in (build(mod, batch), stock):
+            counts = Counts()
+            for _ in range(2):
+                assert_close(run(flex(), *tensors, masks), wanted)
+            assert counts.take("attention") == (2, {})
+
+
+def test_a_mask_that_holds_for_every_sample_stays_compact():
+    tensors = qkv()
+    with npu_patch.scope("attention"), trace() as t:
+        masks = build(every_sample, None)
+        run(flex(), *tensors, masks)
+        assert not masks.source._dense
+    assert "bitwise_and" not in t.launches_by_op
+
+
 def test_block_lists_that_hide_more_than_the_mod_are_honoured():
     tensors = qkv()
     counts, columns = torch.tensor([[[1, 2, 1]]]), torch.tensor([[[[0, 2, 1], [1, 0, 2], [2, 0, 0]]]])
@@ -382,6 +421,31 @@ def test_plain_attention(is_causal, kv_len):
         result = run(module, q, k, v, None, is_causal=is_causal)
         assert counts.take("attention") == (1, {})
     assert_close(result, expected(q, k, v, seen.tril() if is_causal else seen))
+
+
+@pytest.mark.parametrize("packed", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_the_original_does(cast, dtype, packed):
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    module = ScaledDotProductAttention(ScaledDotProductAttention.Config()).to("npu") if packed is None else flex()
+    tensors, results = qkv(dtype=dtype), []
+    for op in ("rope", "attention"):
+        with npu_patch.scope(op), uncompiled():
+            masks = {
+                None: lambda: None,
+                True: lambda: decoder_mask(packed_positions(*ROWS)),
+                False: lambda: build(causal),
+            }
+            masks, counts = masks[packed](), Counts()
+            with torch.autocast("npu", cast):
+                results.append(run(module, *tensors, masks))
+            hits = counts.take("attention")[0]
+    assert hits == (dtype is not torch.float64)
+    for theirs, ours in zip(*results, strict=True):
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
 
 
 def test_plain_attention_refuses_masks_as_before():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
-from npu_patch.adapters.torchtitan.mask_meaning import describe, recognise
+from npu_patch.adapters.torchtitan.mask_meaning import HEAD, SAMPLE, describe, reads, recognise
 
 CPU = torch.device("cpu")
 
@@ -132,6 +132,48 @@ def test_anything_else_is_not_recognised(mod, length):
 def test_a_hole_is_seen_where_all_pairs_are_looked_at():
     assert recognise(hole, 2, 200, CPU) is None
     assert recognise(hole, 2, 70, CPU) is not None  # the hole lies beyond
+
+
+def late_hole(b, h, q, kv):
+    return (q >= kv) & ~((kv == 777) & (q > 800) & (q < 900))
+
+
+def one_pair_more(b, h, q, kv):
+    return (q >= kv) | ((q == 1001) & (kv == 1900))
+
+
+def boundary_key_less(b, h, q, kv):
+    return (q >= kv) & ~((kv == 5000) & (q > 6500)) & ((q < 5000) | (kv >= 5000))
+
+
+@pytest.mark.parametrize(
+    ("mod", "length"), [(late_hole, 1024), (late_hole, 4000), (one_pair_more, 2048), (boundary_key_less, 7000)]
+)
+def test_few_exceptions_in_a_long_mask_are_seen(mod, length):
+    assert recognise(mod, 1, length, CPU) is None
+
+
+def test_a_long_mask_is_recognised():
+    mod = and_masks(causal, mods().get_efficient_causal_mask_mod_for_packed_document(positions_of((5000, 1200))))
+    assert recognise(mod, 1, 6200, CPU).compact().q_ends == (5000, 6200)
+
+
+@pytest.mark.parametrize("head", [1, 2, 3, 7, 40, 300])
+@pytest.mark.parametrize("length", [40, 600])
+def test_heads_are_told_apart_from_any_head_on(head, length):
+    def mod(b, h, q, kv):
+        return (q >= kv) & ((h < head) | (q - kv < 4))
+
+    assert recognise(mod, 2, length, CPU) is None
+
+
+def test_what_a_mask_mod_reads():
+    positions = positions_of((7, 13))
+    document = mods().get_document_mask_mod(positions)
+    assert [reads(causal, argument, CPU) for argument in (SAMPLE, HEAD)] == [False, False]
+    assert [reads(document, argument, CPU) for argument in (SAMPLE, HEAD)] == [True, False]
+    assert [reads(per_head, argument, CPU) for argument in (SAMPLE, HEAD)] == [False, True]
+    assert [reads(and_masks(document, per_head), argument, CPU) for argument in (SAMPLE, HEAD)] == [True, True]
 
 
 def test_names_say_nothing():

@@ -228,6 +228,43 @@ def test_the_rotation_stays_a_static_method(name):
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=2e-6)
 
 
+def lazily_negated(table):
+    return torch._neg_view(table)
+
+
+def lazily_conjugated(table):
+    return table.conj()
+
+
+LAZY = [("ComplexRoPE", lazily_conjugated), ("ComplexRoPE", lazily_negated), ("CosSinRoPE", lazily_negated)]
+
+
+@pytest.mark.parametrize(("name", "view"), LAZY)
+def test_lazy_views_of_a_rotary_table_rotate_by_what_they_show(name, view):
+    module, (q, k) = rotary(name), pair()
+    rows = module._reshape_cache(q, packed_positions((12,), (3, 9)))
+    rotate = type(module).apply_rotary_emb
+    expected = [*rotate(q, k, rows), *rotate(q, k, view(rows.clone())), *rotate(q, k, view(view(rows)))]
+    with npu_patch.scope("rope"):
+        counts = Counts()
+        rotate = type(module).apply_rotary_emb
+        result = [*rotate(q, k, rows), *rotate(q, k, view(rows)), *rotate(q, k, view(view(rows)))]
+        assert counts.take("rope") == (3, {})
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("name", "view"), LAZY)
+def test_a_cache_that_becomes_a_lazy_view_is_read_again(name, view):
+    module, (q, k) = rotary(name), pair()
+    original, positions = module.cache, packed_positions((12,), (3, 9))
+    with npu_patch.scope("rope"):
+        run(module, q, k, positions)
+        module.cache = view(original)
+        result = run(module, q, k, positions)
+    expected = run(module, q, k, positions)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=2e-6)
+
+
 def test_unequal_halves_have_the_original_s_gradient():
     from torchtitan.models.common.rope import CosSinRoPE
 
