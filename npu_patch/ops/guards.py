@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def capture_state() -> Callable[[], bool] | None:
+    """A function that says whether a device graph is captured on the current stream; None where there are none."""
+    return getattr(getattr(torch, "npu", None), "is_current_stream_capturing", None)  # torch_npu registers it
+
+
 def keep(tensor: torch.Tensor) -> bool:
     """True when a helper tensor may outlive this call.
 
@@ -51,6 +57,5 @@ def keep(tensor: torch.Tensor) -> bool:
         return False
     if tensor.device.type != "npu":
         return True
-    npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu registers it
-    capturing = getattr(npu, "is_current_stream_capturing", None)
+    capturing = capture_state()
     return capturing is None or not capturing()

@@ -147,7 +147,8 @@ class Mask:
         """The same mask with a tensor added to the scaled scores.
 
         Args:
-            bias: broadcasts to (B, N, Sq, Skv).
+            bias: broadcasts to (B, N, Sq, Skv).  -inf hides: a query that sees no key gets 0.  A query for which all
+                is the lowest number gets the mean of all values, as a softmax of equal scores gives it.
             hard: it holds nothing but 0 and its type's lowest number.  Unlike a dense mask it gives a query that sees
                 no key the mean of all values, as a softmax of equal scores does.
         """

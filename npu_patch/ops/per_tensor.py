@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .guards import keep
+from .guards import capture_state, keep
 
 Value = TypeVar("Value")
 
@@ -18,13 +18,20 @@ Value = TypeVar("Value")
 class PerTensor(Generic[Value]):
     """Remembers a value for a tensor as long as the tensor object lives and its content is the same.
 
-    The content is the same while storage and version counter are; writes that PyTorch itself hides from the version
-    counter (through `.data`) go unseen here as they do in autograd.  Nothing is remembered for inference tensors, which
-    have no version counter, and for subclasses.  Ask `keep` before a value is put, and do neither while compiling.
+    The content is the same while address and version counter are: after `x.data = y` nothing old is found.  Writes in
+    place that PyTorch hides from the version counter, as `x.data.mul_(2)` does, go unseen here as they do in autograd:
+    what is remembered is then stale.  Nothing is remembered for inference tensors, which have no version counter, and
+    for subclasses.  Ask `keep` before a value is put, and do neither while compiling.
+
+    Args:
+        anew: while a device graph is captured, `get` finds only what was put meanwhile.  A graph that used an older
+            value would not see what its replays find in the tensor.
     """
 
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], int, int, Value]] = {}
+    def __init__(self, anew: bool = False) -> None:
+        self._anew = anew
+        # (the tensor, its version, its address, the value, what says that it must not be used just now)
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int, int, Value, Callable[[], bool] | None]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -34,12 +41,12 @@ class PerTensor(Generic[Value]):
 
     def get(self, tensor: Tensor) -> Value | None:
         """The value that was put for this tensor object, if its content is still the same."""
-        entry = self._entries.get(id(tensor))
-        if entry is None:
+        try:
+            reference, version, pointer, value, barred = self._entries[id(tensor)]
+        except KeyError:
             return None
-        reference, version, pointer, value = entry
         if reference() is tensor and version == tensor._version and pointer == tensor.data_ptr():
-            return value
+            return value if barred is None or not barred() else None
         return None
 
     def find(self, tensor: Tensor) -> Value | None:
@@ -52,7 +59,7 @@ class PerTensor(Generic[Value]):
         entry = self._entries.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return self.get(tensor)
-        for reference, _, _, value in list(self._entries.values()):
+        for reference, _, _, value, _ in list(self._entries.values()):
             first = reference()
             if first is not None and self.get(first) is value and _place(first) == _place(tensor):
                 return value
@@ -64,7 +71,10 @@ class PerTensor(Generic[Value]):
             # The tensor's death removes the entry before its id can be given to another object; dict operations are
             # atomic.
             reference = weakref.ref(tensor, lambda _: entries.pop(key, None))
-            entries[key] = (reference, tensor._version, tensor.data_ptr(), value)
+            barred = capture_state() if self._anew and not tensor.is_cpu else None
+            if barred is not None and barred():
+                barred = None
+            entries[key] = (reference, tensor._version, tensor.data_ptr(), value, barred)
         return value
 
 
@@ -77,8 +87,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 class Derived(PerTensor[Value]):
     """`derived(tensor)` is `build(tensor)`, made once per tensor.
 
-    While compiling or under a torch.func transform, for tensors that need a gradient, and for fake and inference
-    tensors it is made every time.
+    While compiling or under a torch.func transform, while a device graph is captured, for tensors that need a gradient,
+    and for fake and inference tensors it is made every time.
 
     Args:
         build: makes the value, without a gradient where it is remembered.
@@ -86,17 +96,24 @@ class Derived(PerTensor[Value]):
     """
 
     def __init__(self, build: Callable[[Tensor], Value], tensor_of: Callable[[Value], Any] | None = None) -> None:
-        super().__init__()
+        super().__init__(anew=True)
         self._build = build
         self._tensor_of = tensor_of
 
     def __call__(self, tensor: Tensor) -> Value:
         if tensor.requires_grad or is_compiling():
             return self._build(tensor)
-        value = self.get(tensor)
-        if value is not None:
-            return value
-        if tensor.is_inference():
+        entry = self._entries.get(id(tensor))
+        if entry is not None:  # `get`, without its frame
+            reference, version, pointer, value, barred = entry
+            if (
+                reference() is tensor
+                and version == tensor._version
+                and pointer == tensor.data_ptr()
+                and (barred is None or not barred())
+            ):
+                return value
+        elif tensor.is_inference():
             return self._build(tensor)
         with torch.inference_mode(False), torch.no_grad():
             value = self._build(tensor)

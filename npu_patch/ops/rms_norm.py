@@ -122,7 +122,7 @@ def _gradients(node: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad_x, (grad * normed).reshape(-1, x.shape[-1]).sum(0)
 
 
-_twice_differentiable = with_gradients(_gradients)
+_twice_differentiable = with_gradients("rms_norm", _gradients)
 
 
 def _unit_weight(x: Tensor) -> Tensor:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import CheckpointError
 
 Gradients = Sequence[Tensor | None]
 
 
-def with_gradients(formula: Callable[[Any, Tensor], Gradients]) -> Callable[[Tensor], Tensor]:
+def with_gradients(op: str, formula: Callable[[Any, Tensor], Gradients]) -> Callable[[Tensor], Tensor]:
     """A function that makes the gradient of an operator's result differentiable and returns the result.
 
     Args:
+        op: the name by which the user switches the operator off.
         formula: gets the node, whose attributes are what it saved, and the incoming gradient; gives the gradients of
             the node's inputs.
     """
@@ -28,7 +30,13 @@ def with_gradients(formula: Callable[[Any, Tensor], Gradients]) -> Callable[[Ten
     def hook(own: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> Any:
         if not torch.is_grad_enabled() or incoming[0] is None:
             return None
-        made = formula(torch._C._current_autograd_node(), incoming[0])
+        try:
+            made = formula(torch._C._current_autograd_node(), incoming[0])
+        except CheckpointError as error:  # what was saved can be had once, and the node has had it
+            raise RuntimeError(
+                f"create_graph=True through an activation checkpoint: npu_patch's {op!r} has no second derivative "
+                f"there; switch it off with npu_patch.disable({op!r}) or NPU_PATCH_OPS=default,-{op}"
+            ) from error
         pairs = zip(own, made, strict=True)
         return tuple(None if a is None or b is None else b.to(a.dtype) for a, b in pairs)
 

@@ -107,5 +107,5 @@ def _geglu_gradients(node: Any, grad: Tensor) -> tuple[Tensor]:
     return (torch.cat(parts if node._saved_activate_left else parts[::-1], -1),)
 
 
-_twice_swiglu = with_gradients(_swiglu_gradients)
-_twice_geglu = with_gradients(_geglu_gradients)
+_twice_swiglu = with_gradients("swiglu", _swiglu_gradients)
+_twice_geglu = with_gradients("swiglu", _geglu_gradients)

@@ -292,6 +292,38 @@ def dense_of(q: Tensor) -> Mask:
     return Mask.dense(torch.ones(5, 5, dtype=torch.bool, device=q.device).triu(1), may_hide_rows=False)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "dense"])
+@pytest.mark.parametrize("shape", [(2, 2, 5, 7), (1, 2, 5, 7), (2, 1, 5, 7), (1, 1, 1, 7), (2, 1, 5, 1)])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_bias_of_minus_infinity_hides_and_a_row_of_it_gives_zero(
+    kind: str, shape: tuple[int, ...], learned: bool
+) -> None:
+    bias = random(*shape, seed=3, grad=False)
+    if shape[2] == 5:
+        bias[:, :, 2] = -torch.inf
+    if shape[3] == 7:
+        bias[..., 4:6] = -torch.inf
+    bias.requires_grad_(learned and shape[3] == 7)  # the gradient of what all keys get is 0
+    if kind == "dense":
+        unseen = torch.zeros(5, 7, dtype=torch.bool, device="npu")
+        unseen[:, 0] = True
+        unseen[4, :] = True
+        mask = Mask.dense(unseen)
+    else:
+        mask, unseen = mask_of(kind, 2), formulas.hidden_of(kind, 5, 7, 2)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * 0.5 + bias
+        hidden = scores == -torch.inf
+        if unseen is not None:
+            hidden = hidden | unseen.to(q.device)
+        weights = scores.masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1)
+        return weights.masked_fill(hidden, 0.0) @ v
+
+    q, k, v = inputs(5, 7)
+    assert_close(lambda q, k, v, b: fused(q, k, v, mask.with_bias(b), scale=0.5), formula, q, k, v, bias)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "dense", "bias"])
 @pytest.mark.parametrize("cached", [True, False])
 def test_fullgraph_compilation_keeps_the_operator(kind: str, cached: bool) -> None:

@@ -240,3 +240,11 @@ def test_second_order_gradients_without_a_weight_and_in_bfloat16() -> None:
     assert [t.dtype for t in found] == [torch.bfloat16] * 2
     for mine, theirs in zip(found, exact, strict=True):
         assert relative_error(mine, theirs) < 2e-2
+
+
+def test_second_order_gradients_through_a_checkpoint_are_refused_in_words() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x, weight = random(3, 16), random(16, seed=1)
+    with pytest.raises(RuntimeError, match=r"npu_patch\.disable\('rms_norm'\)"):
+        second_order(lambda x, w: checkpoint(fused, x, w, use_reentrant=False), x, weight, random(3, 16, seed=2))

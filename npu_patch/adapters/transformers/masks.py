@@ -48,7 +48,7 @@ class _Built:
     kv_len: int
 
 
-_built: PerTensor[_Built] = PerTensor()
+_built: PerTensor[_Built] = PerTensor(anew=True)
 _on_host: PerTensor[Tensor] = PerTensor()  # device tensors whose content is known
 _packed: PerTensor[dict[Any, Tensor | None]] = PerTensor()
 _all_seen: PerTensor[bool] = PerTensor()  # padding masks that hide nothing
