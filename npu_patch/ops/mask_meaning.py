@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .masks import Mask
 
-_EXHAUSTIVE = 1 << 24  # so many (sample, query, key) are all looked at, as many as one sample of 4096 tokens has
-_LINES = 1 << 23  # above, so many of them, in whole rows and columns
+_PAIRS = 1 << 22  # as many (sample, query, key) as one sample of 2048 tokens has
 _CHUNK = 1 << 22  # looked at together
 _HEADS = 256  # as many as the fused operator takes
 
@@ -54,7 +53,7 @@ class Meaning:
         return Meaning(self.lower[rows], self.upper[rows], self.starts[rows], self.causal, self.window)
 
 
-def read(look: Look, batch: int, length: int, heads: int = _HEADS) -> Meaning | None:
+def read(look: Look, batch: int, length: int, heads: int = _HEADS, pairs: int = _PAIRS) -> Meaning | None:
     """The meaning of a mask over (batch, length, length); None where it has no such form.
 
     Document boundaries are where a token does not see the one before it; the window is what the last token of the
@@ -62,6 +61,7 @@ def read(look: Look, batch: int, length: int, heads: int = _HEADS) -> Meaning | 
 
     Args:
         heads: so many are compared; 1 where it is known that the mask is the same for all.
+        pairs: about how many (sample, query, key) are looked at.
     """
     b = torch.arange(batch, device="cpu").unsqueeze(1)
     t = torch.arange(length, device="cpu").unsqueeze(0)
@@ -91,7 +91,7 @@ def read(look: Look, batch: int, length: int, heads: int = _HEADS) -> Meaning | 
     lower = first if window is None else torch.maximum(first, t - window + 1)
     upper = t.expand(batch, -1) if causal else last
     meaning = Meaning(lower, upper, starts, causal, window)
-    return meaning if shows(look, meaning) and _alike(look, meaning, heads) else None
+    return meaning if shows(look, meaning, pairs) and _alike(look, meaning, heads) else None
 
 
 def _bounds(starts: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,10 +103,10 @@ def _bounds(starts: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def shows(look: Look, meaning: Meaning) -> bool:
+def shows(look: Look, meaning: Meaning, pairs: int = _PAIRS) -> bool:
     """Whether head 0 of a mask shows what the meaning says.
 
-    Up to 2**24 (sample, query, key) every one is looked at.  Above, for every query the ends of what it sees and what
+    Up to `pairs` (sample, query, key) every one is looked at.  Above, for every query the ends of what it sees and what
     lies beyond them, and whole rows and columns: those around document boundaries, others spread evenly, and random
     ones.  A mask that differs inside a document, in no such row or column, is not told from its meaning there.
     """
@@ -124,13 +124,13 @@ def shows(look: Look, meaning: Meaning) -> bool:
         parts = queries.split(max(1, _CHUNK // (batch * len(keys))))
         return all(agrees(part.reshape(1, -1, 1), keys.reshape(1, 1, -1)) for part in parts)
 
-    if batch * length * length <= _EXHAUSTIVE:
+    if batch * length * length <= pairs:
         return agree(t, t)
     edges = torch.cat((lower, lower - 1, upper, upper + 1), -1).clamp(0, length - 1).long()
     wanted = (edges >= lower) & (edges <= upper)
     if not torch.equal(look(b, t.reshape(1, -1, 1), edges), wanted):
         return False
-    lines = _sample(meaning.starts, max(8, _LINES // (2 * batch * length)))
+    lines = _sample(meaning.starts, max(8, pairs // (4 * batch * length)))
     return agree(lines, t) and agree(t, lines)
 
 

@@ -18,6 +18,7 @@ from .aside import aside
 __all__ = ["HEAD", "SAMPLE", "MaskMod", "Meaning", "describe", "evaluate", "one_for_all", "reads", "recognise"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_PAIRS = 1 << 24  # verified one by one: as many (sample, query, key) as one sample of 4096 tokens has
 SAMPLE, HEAD = 0, 1  # positions of a mask_mod's arguments
 
 
@@ -75,7 +76,7 @@ def recognise(mod: MaskMod, batch: int, length: int, device: torch.device) -> Me
     """
     try:
         with aside():
-            return None if reads(mod, HEAD, device) else read(_Look(mod, device), batch, length, heads=1)
+            return None if reads(mod, HEAD, device) else read(_Look(mod, device), batch, length, heads=1, pairs=_PAIRS)
     except Exception:  # evaluated as a whole later, which raises the mod's own error
         return None
 
@@ -128,7 +129,7 @@ def one_for_all(mod: MaskMod, meaning: Meaning | None, batch: int, lengths: tupl
         if meaning is None:
             return False
         try:
-            return shows(look, meaning.select(torch.zeros(batch, dtype=torch.int64, device="cpu")))
+            return shows(look, meaning.select(torch.zeros(batch, dtype=torch.int64, device="cpu")), _PAIRS)
         except Exception:  # fewer rows than samples: writing it out raises the mod's own error
             return False
 
