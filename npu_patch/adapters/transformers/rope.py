@@ -97,6 +97,7 @@ class _Plan(NamedTuple):
         whole: there is no other part.
         swaps: for the operator, of each tensor.
         learned: the tables get a gradient.
+        as_given: tensors and tables go to the operator, and its results to the caller, as they are.
     """
 
     dtype: torch.dtype
@@ -105,6 +106,7 @@ class _Plan(NamedTuple):
     whole: bool
     swaps: tuple[bool, bool]
     learned: bool
+    as_given: bool
 
 
 class _Rotation:
@@ -176,7 +178,9 @@ class _Rotation:
             if reason := op.judge(part, wide, dtype, device, self.mode, learned):
                 return reason
         swaps = (op.is_bnsd(parts[0], wide), op.is_bnsd(parts[1], wide))
-        return _Plan(dtype, result, width, width == first[-1] and width == last[-1], swaps, learned)
+        whole = width == first[-1] and width == last[-1]
+        made = self.table is not None or self.negated is not None or self.deinterleave
+        return _Plan(dtype, result, width, whole, swaps, learned, whole and result is None and not made)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, site: Site
@@ -186,31 +190,43 @@ class _Rotation:
         if isinstance(plan, str):
             return plan, ()
         site.hit()
-        dtype, result, width, whole, swaps, learned = plan
-        mode, parts = self.mode, tensors
-        if result is not None:
-            cos, sin = _as(cos, dtype), _as(sin, dtype)
-            parts = tuple(x.to(dtype) for x in tensors)
+        parts = tensors
+        if not plan.as_given:
+            parts, cos, sin = self._prepared(plan, tensors, cos, sin)
+        records = torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad)
+        adjoint = self._adjoint_of(sin).unsqueeze(dim) if records else None
+        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        mode, (first_swap, last_swap) = self.mode, plan.swaps
+        rotate = op.rotate if plan.learned else op.rotate_by_constants
+        first = rotate(parts[0], cos, sin, mode, adjoint, first_swap)
+        outputs = (first,) if len(parts) == 1 else (first, rotate(parts[1], cos, sin, mode, adjoint, last_swap))
+        return None, outputs if plan.as_given else self._finished(plan, tensors, outputs)
+
+    def _prepared(
+        self, plan: _Plan, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """What the operator gets for these tensors and tables."""
+        parts, width = tensors, plan.width
+        if plan.result is not None:
+            cos, sin = _as(cos, plan.dtype), _as(sin, plan.dtype)
+            parts = tuple(x.to(plan.dtype) for x in tensors)
         if self.table is not None:
             cos, sin = self.table(cos), self.table(sin)
         if self.negated is not None:
             sin = self.negated(sin)
-        if not whole:
+        if not plan.whole:
             parts = tuple(x[..., -width:] if self.trailing else x[..., :width] for x in parts)
-        records = torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad)
-        adjoint = self._adjoint_of(sin).unsqueeze(dim) if records else None
-        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         if self.deinterleave:
             parts = tuple(deinterleaved(x) for x in parts)
-        rotate = op.rotate if learned else op.rotate_by_constants
-        outputs: tuple[Tensor, ...] = (rotate(parts[0], cos, sin, mode, adjoint, swaps[0]),)
-        if len(parts) == 2:
-            outputs = (outputs[0], rotate(parts[1], cos, sin, mode, adjoint, swaps[1]))
-        if result is not None:
-            outputs = tuple(y.to(result) for y in outputs)
-        if not whole:
-            outputs = tuple(_with_rest(y, x, width, self.trailing) for y, x in zip(outputs, tensors, strict=True))
-        return None, outputs
+        return parts, cos, sin
+
+    def _finished(self, plan: _Plan, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What the function returns for what the operator returned."""
+        if plan.result is not None:
+            outputs = tuple(y.to(plan.result) for y in outputs)
+        if plan.whole:
+            return outputs
+        return tuple(_with_rest(y, x, plan.width, self.trailing) for y, x in zip(outputs, tensors, strict=True))
 
 
 def _with_rest(y: Tensor, x: Tensor, width: int, trailing: bool) -> Tensor:
