@@ -156,7 +156,7 @@ def _same_dtype(
         return "epsilon is not a number", None
     if weight is None:
         return "no weight", None
-    if x.dtype != weight.dtype:
+    if x.dtype is not weight.dtype:
         return _two_dtypes(x, weight, eps, results, site)
     reason = op.unsupported(x, weight)
     if reason is not None:
@@ -189,7 +189,7 @@ def _with_offset(
         return "epsilon is not a number", None
     if weight is None:
         return "no weight", None
-    if x.dtype != weight.dtype and results.get((x.dtype, weight.dtype)) != x.dtype:
+    if x.dtype is not weight.dtype and results.get((x.dtype, weight.dtype)) != x.dtype:
         return "a pair of dtypes that was not recognised", None
     reason = op.unsupported(x, weight, torch.float32)
     if reason is not None:
