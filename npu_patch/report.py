@@ -86,12 +86,21 @@ class Status:
     __repr__ = __str__
 
 
-_WIDE = 48  # a longer target takes two lines, broken after its module
+_WIDE = 40  # a longer target takes two lines, broken after its module
 HEADINGS = ("op", "target", "state", "meaning", "hits", "fallbacks")
 
 
 def render(rows: Iterable[Any], notes: Iterable[str], hits: Any, fallbacks: Any, title: str = "npu_patch") -> str:
-    """A text table of rows; `hits(row)` and `fallbacks(row)` give those two cells."""
+    """A text table of rows; `hits(row)` and `fallbacks(row)` give those two cells.
+
+    Supporting places that are in order are only numbered: they have nothing to count.
+    """
+    rows = list(rows)
+    shown = [row for row in rows if not (row.supporting and row.state in ("active", "off"))]
+    notes = list(notes)
+    if active := sum(row.state == "active" for row in rows if row.supporting):
+        places = "place" if active == 1 else "places"
+        notes.append(f"and {active} supporting {places} (mask builders and the like), active")
     cells = [
         (
             row.op,
@@ -101,7 +110,7 @@ def render(rows: Iterable[Any], notes: Iterable[str], hits: Any, fallbacks: Any,
             "-" if row.supporting else hits(row),
             fallbacks(row),
         )
-        for row in rows
+        for row in shown
     ]
     lines = [text_table(HEADINGS, cells, title=title, width=160)] if cells else []
     return "\n".join([*lines, *notes])
