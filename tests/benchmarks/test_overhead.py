@@ -37,7 +37,7 @@ def best(calls: list[Call], rounds: int = 200, number: int = 40) -> list[float]:
     return [min(column) / number for column in zip(*times, strict=True)]
 
 
-def share_of_a_small_norm(patched: Call, bare: Call, attempts: int = 10) -> float:
+def share_of_a_small_norm(patched: Call, bare: Call, attempts: int = 30) -> float:
     """(patched - bare) / yardstick, the best of several attempts: other processes can only make it look worse.
 
     An attempt in which two measurements of the yardstick differ by more than a fifth counts where no other does.
