@@ -20,7 +20,7 @@ def test_every_op_is_found_in_some_library_and_no_library_finds_another():
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_everything_that_a_library_names_can_be_loaded(library):
     modules = registry.load(library.modules)()
-    assert len(modules) > 5
+    assert modules
     assert all(name.partition(".")[0] == library.name for name in modules)
     for finder in library.finders.values():
         assert len(inspect.signature(registry.load(finder)).parameters) == 1
