@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -255,10 +256,19 @@ def test_fullgraph_compilation_keeps_the_operator_for_silu():
 
 
 def test_separate_projections_are_left_alone_unless_asked_for():
-    forward, site = site_of(SeparateMLP, separate=False)
-    module, x = SeparateMLP(), inputs(3, HIDDEN)
-    assert torch.equal(forward(module, x), SeparateMLP.forward(module, x))
-    assert (site.hits, site.fallbacks) == (0, {})
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    original = llama.LlamaMLP.forward
+    name = "transformers.models.llama.modeling_llama:LlamaMLP.forward"
+    with npu_patch.scope("swiglu"):
+        assert llama.LlamaMLP.forward is original
+        (row,) = (row for row in npu_patch.status() if row.target == name)
+        assert (row.state, row.reason) == ("off", "needs the option separate: swiglu:separate=1")
+        try:
+            npu_patch.configure("swiglu", separate=True)
+            assert llama.LlamaMLP.forward is not original
+        finally:
+            npu_patch.configure("swiglu", separate=False)
+        assert llama.LlamaMLP.forward is original
 
 
 @pytest.mark.parametrize("cls", [SeparateMLP, UpBeforeGateMLP])
