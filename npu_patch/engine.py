@@ -8,13 +8,11 @@ since that would fail the user's import and, wrapt forgetting its hooks, only on
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import wrapt
@@ -22,39 +20,17 @@ import wrapt
 from . import records, registry
 from .installing import Installed, MissingTarget, NotAFunction, holds
 from .late import LateModules
+from .layers import Layer, Layers, Scope
 from .records import Record
 from .registry import Library, OptionValue, Target
 from .report import Row, Status
+from .usable import Npu
 
 if TYPE_CHECKING:
     from .ops.availability import Unavailable
     from .sites import Site
 
 log = logging.getLogger("npu_patch")
-
-
-@dataclass(eq=False)  # two scopes with the same content are two layers
-class Layer:
-    """What one level of the table says; `exact` layers also say no to everything that they do not name."""
-
-    table: dict[str, bool] = field(default_factory=dict)
-    exact: bool = False
-
-
-class Scope(contextlib.ContextDecorator):
-    """A block with other ops; may be entered again, also while it is open."""
-
-    def __init__(self, patcher: Patcher, table: Mapping[str, bool], exact: bool) -> None:
-        self._patcher, self._table, self._exact = patcher, dict(table), exact
-        self._layers: list[Layer] = []
-
-    def __enter__(self) -> None:
-        layer = Layer(dict(self._table), self._exact)
-        self._patcher._open(layer)
-        self._layers.append(layer)
-
-    def __exit__(self, *error: object) -> None:
-        self._patcher._close(self._layers.pop())
 
 
 class Patcher:
@@ -71,52 +47,42 @@ class Patcher:
         unavailable: Callable[[], Unavailable | None] | None = None,
     ) -> None:
         self._libraries = tuple(libraries)
-        self._ask = unavailable or (lambda: registry.load("npu_patch.ops.availability:why_unavailable")())
+        self._npu = Npu(unavailable)
         self._lock = threading.RLock()
-        self._layers: list[Layer] = [Layer(exact=True)]
-        self._options: dict[str, dict[str, OptionValue]] = {
-            op.name: {option.name: option.default for option in op.options} for op in registry.OPS
-        }
+        self._table = Layers()
         self._records: dict[tuple[str, str], Record] = {}
         self._sites: dict[tuple[str, str], Site] = {}
         self._examined: set[tuple[str, str]] = set()
         self._hooked: set[str] = set()
         self._modules: dict[str, Library] = {}
         self._late = {one.name: LateModules(one, self.sync) for one in self._libraries if one.loader}
-        self._unavailable: Unavailable | None = None
-        self._available = False
         self.strict = False
         self.named: frozenset[str] = frozenset()
 
     # ---- the table -------------------------------------------------------------------------------------------------
 
     def enabled(self, op: str) -> bool:
-        for layer in reversed(self._layers):
-            if op in layer.table:
-                return layer.table[op]
-            if layer.exact:
-                return False
-        return False
+        return self._table.enabled(op)
 
     def set(self, table: Mapping[str, bool]) -> None:
         """Change the base table, then make the modules match."""
         with self._lock:
-            self._layers[0].table.update(table)
+            self._table.update(table)
         self.sync()
 
     def clear(self) -> None:
         """Switch everything off, in the base table and in every open scope."""
         with self._lock:
-            self._layers[:] = [Layer(exact=True)]
+            self._table.clear()
         self.sync()
 
     def scope(self, table: Mapping[str, bool], exact: bool) -> Scope:
         """One more layer while the block runs.  Scopes are process-wide and may close in any order."""
-        return Scope(self, table, exact)
+        return Scope(table, exact, self._open, self._close)
 
     def _open(self, layer: Layer) -> None:
         with self._lock:
-            self._layers.append(layer)
+            self._table.push(layer)
         try:
             self.sync()
         except BaseException:  # an interrupt: the block will not run
@@ -125,20 +91,19 @@ class Patcher:
 
     def _close(self, layer: Layer) -> None:
         with self._lock:
-            self._layers[:] = [other for other in self._layers if other is not layer]
+            self._table.drop(layer)
         self.sync()
 
     def configure(self, op: str, options: Mapping[str, OptionValue]) -> None:
         with self._lock:
-            changed = any(self._options[op][name] != value for name, value in options.items())
-            self._options[op].update(options)
+            changed = self._table.configure(op, options)
         if changed:
             self.sync()
             _forget_compiled()
 
     def strategy(self) -> dict[str, dict[str, OptionValue]]:
         with self._lock:
-            return {op.name: {"enabled": self.enabled(op.name), **self._options[op.name]} for op in registry.OPS}
+            return self._table.strategy()
 
     # ---- making modules match --------------------------------------------------------------------------------------
 
@@ -176,7 +141,7 @@ class Patcher:
         """Look out for modules that come past the import system, while something is on; under the lock."""
         for library in self._libraries:
             if library.loader:
-                on = self._available and any(self.enabled(op) for op in library.finders)
+                on = self._npu.known and any(self.enabled(op) for op in library.finders)
                 self._late[library.name].watch(on)
 
     def _forget(self, name: str) -> None:
@@ -239,8 +204,8 @@ class Patcher:
 
     def _on_torch_npu(self) -> None:
         registry.load("npu_patch.ops.availability:executed")("torch_npu")
-        if self._unavailable is not None and not self._unavailable.final:
-            self._unavailable = None
+        if self._npu.waiting:
+            self._npu.forget()
             self.sync()
 
     def _examine(self, names: Iterable[str], importing: str | None = None) -> None:
@@ -252,7 +217,7 @@ class Patcher:
             for op, finder in self._modules[name].finders.items():
                 if (name, op) in self._examined or not self.enabled(op):
                     continue
-                if _tracing() or not self._npu():
+                if _tracing() or not self._usable():
                     return
                 try:
                     found = list(registry.load(finder)(module))
@@ -265,18 +230,12 @@ class Patcher:
                         record = Record(target, holds(target, module), site=self._sites.get(target.key))
                         self._records.setdefault(target.key, record)
 
-    def _npu(self) -> bool:
-        """Whether an NPU can be used; asked once, with one warning where the answer is no."""
-        if self._available:
-            return True
-        if self._unavailable is None or not self._unavailable.final:
-            self._unavailable = self._ask()
-            self._available = self._unavailable is None
-            if self._unavailable is not None and self._unavailable.final:
-                log.warning("npu_patch: nothing is patched: %s (see npu-patch doctor)", self._unavailable.reason)
-            elif self._unavailable is not None:
-                self._hook("torch_npu", lambda module: self._on_torch_npu())
-        return self._available
+    def _usable(self) -> bool:
+        """Whether an NPU can be used; if torch_npu is only half imported, this is asked again when it is whole."""
+        usable = self._npu.usable()
+        if self._npu.waiting:
+            self._hook("torch_npu", lambda module: self._on_torch_npu())
+        return usable
 
     def _settle(self, record: Record) -> bool:
         """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
@@ -298,7 +257,7 @@ class Patcher:
 
     def _wanted(self, record: Record) -> bool:
         op = record.found.op
-        return record.wanted(self.enabled(op), self._options[op], self.strict)
+        return record.wanted(self.enabled(op), self._table.options(op), self.strict)
 
     def _install(self, record: Record) -> bool:
         from .sites import Site
@@ -306,7 +265,7 @@ class Patcher:
         if record.installed is None:
             target = record.found if isinstance(record.found, Target) else records.tripwire(record.found)
             if record.site is None:
-                record.site = Site(target.name, target.op, self._options[target.op], self.strict)
+                record.site = Site(target.name, target.op, self._table.options(target.op), self.strict)
                 self._sites[target.key] = record.site
             site = record.site
             module = sys.modules[target.module]
@@ -332,7 +291,7 @@ class Patcher:
 
     def hopeless(self) -> bool:
         """Whether this process was found to have no usable NPU, and was told so."""
-        return self._unavailable is not None and self._unavailable.final
+        return self._npu.hopeless
 
     def after_fork(self) -> None:
         """In a forked child: the child counts its own calls, and threads that are gone hold no lock."""
@@ -356,12 +315,12 @@ class Patcher:
                 rows += records.hidden_in(model, self._records.values())
         order = {op.name: position for position, op in enumerate(registry.OPS)}
         rows.sort(key=lambda row: (order.get(row.op, len(order)), row.library, row.target))
-        notes = [f"nothing is patched: {self._unavailable.reason}"] if self._unavailable is not None else []
+        notes = [f"nothing is patched: {self._npu.reason}"] if self._npu.reason else []
         return Status(rows, notes)
 
     def _why_waiting(self, library: Library) -> str:
-        if self._unavailable is not None:
-            return self._unavailable.reason
+        if self._npu.reason:
+            return self._npu.reason
         return "no module with targets was imported" if library.name in sys.modules else "not imported"
 
 
