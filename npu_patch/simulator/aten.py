@@ -30,6 +30,9 @@ MIXED_DEVICES = _names(
     "_copy_from_and_resize _ctc_loss ctc_loss"
 )
 
+#: torch_npu has kernels of its own above autograd, which hide those below; without a gradient they can be skipped.
+ABOVE_AUTOGRAD = _names("one_hot")
+
 _registrations: list[torch.library.Library] = []  # a collected Library takes its kernels with it
 
 
@@ -37,8 +40,8 @@ def register() -> None:
     """Replaces torch_npu's ``aten::`` kernels. Initialises nothing. A second call does nothing."""
     if _registrations:
         return
-    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
-    _registrations.append(library)
+    library, above = (torch.library.Library("aten", "IMPL", key) for key in ("PrivateUse1", "AutogradPrivateUse1"))
+    _registrations.extend((library, above))
     known = {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
@@ -53,6 +56,8 @@ def register() -> None:
             elif op is not None and torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::" + name, "CPU"):
                 library.impl(name, make_kernel(op))
             # What the CPU cannot compute keeps torch_npu's kernel, which the simulated runtime refuses by name.
+        for name in ABOVE_AUTOGRAD:
+            above.impl(name, torch.library.fallthrough_kernel)
 
 
 def _find(name: str) -> Any:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import npu_patch.simulator
+
 from .helpers import assert_same_function, values
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -75,6 +77,17 @@ def test_a_cpu_scalar_tensor_and_cpu_indices_are_accepted() -> None:
 
 def test_integer_histc_is_computed_as_on_the_device() -> None:
     assert torch.histc(torch.tensor([0, 1, 1, 3]).npu(), bins=4, min=0, max=4).tolist() == [1, 2, 0, 1]
+
+
+def test_one_hot_is_one_kernel() -> None:
+    labels = torch.tensor([[0, 2], [1, 1]])
+    with npu_patch.simulator.trace() as trace:
+        ours = F.one_hot(labels.npu(), 3)
+    assert torch.equal(ours.cpu(), F.one_hot(labels, 3))
+    assert trace.launches_by_op == {"one_hot": 1}
+    assert F.one_hot(labels.npu()).shape == (2, 2, 3)
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        F.one_hot(labels.npu(), 2)
 
 
 def test_random_numbers_follow_the_seed_and_the_generator_state() -> None:
