@@ -234,5 +234,5 @@ if not npu_patch_startup.loading_simulator():
     try:
         _activate()
     except SettingsError as error:  # raised where a library is imported, so that it cannot be missed
-        if os.path.basename(getattr(sys, "argv", [""])[0]) not in ("-m", "npu-patch"):  # it says so itself
+        if os.path.basename((getattr(sys, "argv", None) or [""])[0]) not in ("-m", "npu-patch"):  # it says so itself
             logging.getLogger("npu_patch").warning("npu_patch: not active: %s", error)

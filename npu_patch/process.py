@@ -245,7 +245,7 @@ def _about_process() -> dict[str, Any]:
         "world_size": world_size,
         "local_world_size": _integer("LOCAL_WORLD_SIZE"),
         "pid": os.getpid(),
-        "argv0": getattr(sys, "argv", [""])[0],
+        "argv0": (getattr(sys, "argv", None) or [""])[0],
         "time": time.time(),
     }
 
