@@ -228,7 +228,8 @@ class Patcher:
                     self._examined.add((name, op))
                     for target in found:
                         record = Record(target, holds(target, module), site=self._sites.get(target.key))
-                        self._records.setdefault(target.key, record)
+                        if not any(record.follows(other) for other in self._records.values()):
+                            self._records.setdefault(target.key, record)
 
     def _usable(self) -> bool:
         """Whether an NPU can be used; if torch_npu is only half imported, this is asked again when it is whole."""

@@ -47,6 +47,21 @@ class Record:
             return not self.installed.fits() if not self.on else self.installed.gone()
         return wanted and holds(self.found, module) is not self.recognised
 
+    def follows(self, other: Record) -> bool:
+        """Whether this is another name for the function of the other place, which is rebound together with it.
+
+        Replaced a second time, the one name would wrap the replacement of the other, and neither could be taken out.
+        """
+        mine, theirs = self.found, other.found
+        return (
+            isinstance(mine, Target)
+            and isinstance(theirs, Target)
+            and mine.key != theirs.key
+            and self.recognised is not None
+            and self.recognised is other.recognised
+            and any(f"{mine.module}.".startswith(f"{head}.") for head in theirs.rebind)
+        )
+
     def wanted(self, enabled: bool, options: Mapping[str, OptionValue], strict: bool) -> bool:
         """Whether it should be installed, its op being on or not."""
         if isinstance(self.found, Unrecognised):

@@ -115,3 +115,27 @@ def test_compiled_code_follows_an_option(fake, monkeypatch):
     assert compiled(x).item() == 2
     patcher.configure("rms_norm", {"factor": 3})
     assert compiled(x).item() == 3
+
+
+@pytest.mark.parametrize("first", ["functions", "user"])
+def test_a_function_found_under_two_names_is_replaced_once_and_comes_back_under_both(fake, first):
+    """One finder sees it where it is defined, and again where it was imported by name."""
+    second = {"functions": "user", "user": "functions"}[first]
+    fake.adapters.modules = lambda: [f"{fake.name}.{m}" for m in (first, second)]
+
+    def find(module):
+        place = module.__name__.split(".")[1]
+        yield fake.target("rope", place, "rotate", fakes.patched_function, rebind=(fake.name,))
+
+    fake.adapters.find_functions = find
+    functions, user = fake.load("functions"), fake.load("user")
+    original = functions.rotate
+    patcher = fake.patcher()
+    for _ in range(2):
+        patcher.set({"rope": True})
+        assert functions.rotate is user.rotate is user.alias
+        assert functions.rotate.__wrapped__ is original
+        assert user.rotate(1, 2) == ("patched", 1, 2, 1)
+        patcher.set({"rope": False})
+        assert functions.rotate is user.rotate is user.alias is original
+    assert [row.hits for row in patcher.status() if row.target.endswith(":rotate")] == [2]
