@@ -16,8 +16,8 @@ class NormMeaning:
 
     Args:
         formula: with n = x * rsqrt(mean(x²) + eps) in float32, "llama": weight * n.to(x.dtype); "fp32": (weight * n)
-            cast once; "gemma": ((1 + weight) * n) cast once; "none": n cast once.  A gated norm has one of the names of
-            `gated_norms`.
+            cast once; "gemma": ((1 + weight) * n) cast once; "gain": "fp32" with weight + gain, added in the weight's
+            dtype; "none": n cast once.  A gated norm has one of the names of `gated_norms`.
         weight: attribute of the weight, None where there is none.
         eps: attribute of epsilon.
         results: (x dtype, weight dtype) → dtype of the result; pairs that are not in it were not recognised.
@@ -25,6 +25,7 @@ class NormMeaning:
         conditions: (attribute, value): what else the instance must have, compared by type and value; `ABSENT` stands
             for an attribute that the instance does not have.
         widths: attributes that must equal the size of the last dimension: as int, or as 1-tuple.
+        gain: attribute of the number that is added to the weight.
         groups: attributes that say in how many "groups" of channels it normalises, or of which "group size".
         methods: (name, function) of the class's own methods that took part.
     """
@@ -37,10 +38,11 @@ class NormMeaning:
     conditions: tuple[tuple[str, Any], ...] = ()
     widths: tuple[tuple[str, type], ...] = ()
     groups: tuple[tuple[str, str], ...] = ()
+    gain: str | None = None
     methods: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        text = self.formula
+        text = self.formula if self.gain is None else f"fp32 with {self.weight} + {self.gain}"
         if self.conditions:
             text += " if " + " and ".join(f"{name} is {value!r}" for name, value in self.conditions)
         return text

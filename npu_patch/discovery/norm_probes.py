@@ -20,6 +20,7 @@ FORMULAS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tenso
     "gemma": lambda x, w, eps: (_normalised(x, eps) * (1.0 + w.float())).to(x.dtype),
     "none": lambda x, w, eps: _normalised(x, eps).to(x.dtype),
 }
+GAIN = "gain"
 
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -51,6 +52,7 @@ class Probe:
         self.eps = eps
         self.width = shape[-1]
         self.groups = 1
+        self.gain = 0.5 + seed / 8
         self.backward = backward
         self.mixed = x_dtype is not w_dtype
         self.expected: dict[tuple[str, float], Expected] = {}
@@ -61,6 +63,8 @@ class Probe:
         return (self.x,)
 
     def formula(self, name: str, eps: float) -> torch.Tensor:
+        if name == GAIN:
+            return FORMULAS["fp32"](self.x, self.weight + self.gain, eps)
         return FORMULAS[name](self.x, self.weight, eps)
 
     def expect(self, formula: str, eps: float) -> Expected:
@@ -112,7 +116,8 @@ class GatedFormula:
 
     Args:
         first: "norm": the result is multiplied; "gate": the input.
-        rounding: "llama": n is rounded to the input's type before it is multiplied by the weight; "fp32": it is not.
+        rounding: "llama": n is rounded to the input's type before it is multiplied by the weight; "fp32": it is not;
+            "rounded": it is not, and the product is rounded before it is multiplied by the gate.
         activation: "silu" or "sigmoid".
         grouped: each group of channels has its own mean square.
     """
@@ -135,6 +140,8 @@ class GatedFormula:
             wide = wide * gate
         n = _normalised(wide.unflatten(-1, (groups if self.grouped else 1, -1)), eps).flatten(-2)
         y = weight * n.to(x.dtype) if self.rounding == "llama" else weight.float() * n
+        if self.rounding == "rounded":
+            y = y.to(x.dtype)
         if self.first == "norm":
             return (y * gate).to(x.dtype)
         return y if self.rounding == "llama" else y.to(x.dtype)
@@ -144,8 +151,8 @@ GATED: Mapping[str, GatedFormula] = {
     str(formula): formula
     for grouped in (False, True)
     for activation in _ACTIVATIONS
-    for rounding in ("llama", "fp32")
-    for first in ("norm", "gate")
+    for rounding in ("llama", "fp32", "rounded")
+    for first in (("norm",) if rounding == "rounded" else ("norm", "gate"))
     for formula in (GatedFormula(first, rounding, activation, grouped),)
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from .bracket import NotRecognised, no_random_draws, plain, quiet, same
 from .norm_meaning import NormMeaning, is_norm_class, says_rms
-from .norm_probes import FORMULAS, Expected, Gradients, Probe, forget, probes
+from .norm_probes import FORMULAS, GAIN, Expected, Gradients, Probe, forget, probes
 from .standin import ABSENT, Refused, StandIn, UnknownAttribute, record
 
 __all__ = ["NormMeaning", "is_norm_class", "recognise_norm", "says_rms"]
@@ -18,18 +18,22 @@ __all__ = ["NormMeaning", "is_norm_class", "recognise_norm", "says_rms"]
 MAX_FAILURES = 24
 
 
-def recognise_norm(cls: type) -> tuple[NormMeaning, ...]:
+def recognise_norm(cls: type, gains: bool = False) -> tuple[NormMeaning, ...]:
     """Every meaning of `cls.forward`, one per combination of attribute values that it distinguishes.
 
     The forward runs on stand-ins for instances, forward and backward, in three dtypes, on 2-D to 4-D inputs of several
     widths with rows of 0, 1e-4 and 1e4.
+
+    Args:
+        cls: the class.
+        gains: also look for a number that is added to the weight; the caller must then heed `NormMeaning.gain`.
 
     Raises:
         NotRecognised: it equals no known formula.
     """
     forward = forward_of(cls, arguments=1)
     with quiet(), no_random_draws():
-        search = Search(cls, forward)
+        search = (_GainSearch if gains else Search)(cls, forward)
         found = search.explore({})
         if not found:
             raise NotRecognised(search.reason)
@@ -76,6 +80,7 @@ class Role:
             "width": probe.width,
             "widths": (probe.width,),
             "groups": probe.groups,
+            "gain": probe.gain,
             "group size": probe.width // probe.groups,
         }[self.kind]
 
@@ -186,6 +191,8 @@ class Search:
         assignment[meaning.eps] = Role("eps")
         if meaning.weight is not None:
             assignment[meaning.weight] = Role("weight")
+        if meaning.gain is not None:
+            assignment[meaning.gain] = Role("gain")
         return assignment
 
     def _note(self, depth: int, reason: str) -> None:
@@ -250,6 +257,15 @@ class Search:
         return y
 
 
+class _GainSearch(Search):
+    formulas = (*FORMULAS, GAIN)
+
+    def options(self, name: str) -> Iterator[tuple[Any, ...]]:
+        if any(word in name.lower() for word in ("gain", "center", "offset", "shift")):
+            yield (Role("gain"),)
+        yield from options(name)
+
+
 def _agrees(y: torch.Tensor, gradients: Gradients, probe: Probe, expected: Expected) -> bool:
     if not same(y, expected.y):
         return False
@@ -290,6 +306,9 @@ def meaning_of(
     weight = roles.get("weight", [])
     if len(eps) != 1 or len(weight) > 1:
         raise NotRecognised("reads no epsilon" if not eps else f"reads {', '.join(eps + weight)} for one thing")
+    gain = roles.get("gain", [])
+    if len(gain) != (formula == GAIN):
+        raise NotRecognised("reads a gain that does nothing")
     if (formula == "none") == bool(weight):
         raise NotRecognised("reads a weight that does nothing" if weight else "applies a weight that it does not read")
     return NormMeaning(
@@ -300,5 +319,6 @@ def meaning_of(
         conditions=tuple((name, assignment[name]) for name in roles.get("value", [])),
         widths=tuple((n, int) for n in roles.get("width", [])) + tuple((n, tuple) for n in roles.get("widths", [])),
         groups=tuple((n, kind) for kind in ("groups", "group size") for n in roles.get(kind, [])),
+        gain=gain[0] if gain else None,
         methods=tuple(sorted(methods.items())),
     )

@@ -53,6 +53,7 @@ class _Gated:
         self.groups = meaning.groups[0] if meaning.groups else None
         self.gate_first = formula.first == "gate"
         self.rounded = formula.rounding == "llama"
+        self.product_rounded = formula.rounding == "rounded"
         self.activate = _ACTIVATIONS[formula.activation]
 
     def __call__(self, module: Any, x: Tensor, gate: Tensor | None, site: Site) -> tuple[str | None, Any]:
@@ -71,10 +72,13 @@ class _Gated:
         activated = self.activate(gate.float())
         if self.gate_first:
             return None, self._normed(x.float() * activated, weight, eps, groups, x.dtype).to(result)
-        if self.rounded and x.dtype is weight.dtype and groups is None:
-            y = op.rms_norm(x.contiguous(), weight, eps)  # rounds once, where the original rounds twice
+        rounds_once = self.fits(x, weight) if self.product_rounded else self.rounded and x.dtype is weight.dtype
+        if rounds_once and groups is None:
+            y = op.rms_norm(x.contiguous(), weight, eps)  # rounds once, where the original may round twice
         else:
             y = self._normed(x.float(), weight, eps, groups, x.dtype)
+            if self.product_rounded:
+                y = y.to(x.dtype)
         return None, (y * activated).to(result)
 
     def _unsupported(self, x: Tensor, gate: Tensor, weight: Any, eps: Any) -> str | None:
@@ -86,11 +90,16 @@ class _Gated:
             return "the gate's shape is not the input's"
         if (x.dtype, weight.dtype) not in self.results:
             return "a pair of dtypes that was not recognised"
-        fits = weight.dtype is x.dtype or weight.dtype is torch.float32
+        fits = self.fits(x, weight)
         reason = op.unsupported(x, weight if fits else None) or op.unsupported(gate, None)
         if reason is None and not fits and (weight.dim() != 1 or weight.shape[0] != x.shape[-1]):
             return "the weight's size is not the input's last size"
         return reason
+
+    @staticmethod
+    def fits(x: Tensor, weight: Tensor) -> bool:
+        """Whether the operator takes the two dtypes together."""
+        return weight.dtype is x.dtype or weight.dtype is torch.float32
 
     def _groups(self, module: Any, x: Tensor) -> tuple[int | None, str | None]:
         """(number of groups, None), where the class has groups, or (None, reason)."""
