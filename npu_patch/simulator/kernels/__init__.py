@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Registers every kernel with torch_npu's operators. Initialises nothing. A second call does nothing."""
-    from . import activation, attention, base, cast, loss, norm, rope  # noqa: F401  (importing declares the kernels)
+    from . import activation, attention, base, cast, loss, norm, repeat, rope  # noqa: F401  (importing declares the kernels)
 
     base.register()
