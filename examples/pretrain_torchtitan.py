@@ -5,28 +5,33 @@
         --module llama3 --config llama3_debugmodel --parallelism.spmd_backend partial_dtensor --training.steps 4
     NPU_PATCH_OPS=none TORCHDYNAMO_DISABLE=1 python examples/pretrain_torchtitan.py ...   # the same without patches
 
-All flags are torchtitan's (`--help` lists them).  A tokenizer and a text, which torchtitan's wheel does not ship, are
-made in a temporary folder; batch, length and the like get small defaults, and a flag overrides each.
+torchtitan 0.2.2 has other flags, and may read a configuration file:
+
+    npu-patch run -- python examples/pretrain_torchtitan.py --model.name qwen3 --model.flavor debugmodel
+    npu-patch run -- python examples/pretrain_torchtitan.py --job.config_file my.toml
+
+All flags are torchtitan's (`--help` lists them).  A tokenizer, a text, and for flux pictures and encoders, which
+torchtitan's wheel does not ship, are made in a temporary folder; batch, length and the like get small defaults.  Each
+is overridden by a flag, or by a line of the configuration file.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import random
 import socket
 import sys
+import tarfile
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-DEFAULTS = {
-    "--module": ["llama3"],
-    "--config": ["llama3_debugmodel"],
-    "--training.steps": ["10"],
-    "--training.local_batch_size": ["2"],
-    "--training.seq_len": ["128"],
-}
+SMALL = {"--training.steps": "10", "--training.local_batch_size": "2", "--training.seq_len": "128"}
+#: Switches of torchtitan 0.3.0: added unless a flag of that family is given.
 SWITCHES = {"--checkpoint": "--checkpoint.no-enable", "--validator": "--validator.no-enable"}
 SYLLABLES = [consonant + vowel for consonant in "bdklmnrst" for vowel in "aeiou"]
 
@@ -64,21 +69,105 @@ def make_tokenizer(folder: Path, texts: list[str], size: int = 1000) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def with_defaults(arguments: list[str], folder: Path) -> list[str]:
-    """torchtitan's arguments: the defaults above and the made files, where the caller says nothing else."""
-    given = {argument.partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
-    made = {
-        "--hf_assets_path": [str(folder / "tokenizer")],
-        "--dataloader.dataset_path": [str(folder / "text")],
-        "--dump_folder": [str(folder / "outputs")],
+def make_pictures(folder: Path, texts: list[str], side: int = 64, number: int = 32) -> None:
+    """Pictures of coloured noise, each with a text, as torchtitan's `cc12m-test` wants them."""
+    from PIL import Image
+
+    chance = random.Random(1)
+    folder.mkdir()
+    with tarfile.open(folder / "pictures.tar", "w") as archive:
+        for index in range(number):
+            picture = io.BytesIO()
+            Image.frombytes("RGB", (8, 8), chance.randbytes(8 * 8 * 3)).resize((side, side)).save(picture, "JPEG")
+            for suffix, content in (("jpg", picture.getvalue()), ("txt", texts[index][:100].encode())):
+                member = tarfile.TarInfo(f"{index:04}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def make_encoders(folder: Path) -> None:
+    """Configurations of text encoders of one layer, as wide as flux wants them; torchtitan draws their weights."""
+    clip = {"hidden_size": 768, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 12}
+    t5 = {"d_model": 4096, "d_ff": 64, "d_kv": 64, "num_heads": 1, "num_layers": 1}
+    for name, sizes in (("clip", clip), ("t5", t5)):
+        (folder / name).mkdir(parents=True)
+        text = json.dumps({"model_type": "clip_text_model" if name == "clip" else name, "vocab_size": 1000, **sizes})
+        (folder / name / "config.json").write_text(text, encoding="utf-8")
+
+
+def flags_of_0_3(folder: Path, flux: bool) -> dict[str, str]:
+    flags = {
+        "--module": "llama3",
+        "--config": "llama3_debugmodel",
+        **SMALL,
+        "--hf_assets_path": str(folder / "tokenizer"),
+        "--dataloader.dataset_path": str(folder / ("pictures" if flux else "text")),
+        "--dump_folder": str(folder / "outputs"),
     }
+    if flux:
+        flags |= {
+            "--tokenizer.test_mode": "",
+            "--tokenizer.t5_tokenizer_path": str(folder / "tokenizer"),
+            "--tokenizer.clip_tokenizer_path": str(folder / "tokenizer"),
+            "--tokenizer.max_t5_encoding_len": "64",
+            "--encoder.random_init": "",
+            "--encoder.t5_encoder": str(folder / "encoders" / "t5"),
+            "--encoder.clip_encoder": str(folder / "encoders" / "clip"),
+            "--dataloader.img_size": "64",
+        }
+    return flags
+
+
+def flags_of_0_2(folder: Path, flux: bool) -> dict[str, str]:
+    flags = {
+        "--model.name": "llama3",
+        "--model.flavor": "flux-debug" if flux else "debugmodel",
+        **SMALL,
+        "--lr_scheduler.warmup_steps": "2",
+        "--metrics.log_freq": "1",
+        "--model.hf_assets_path": str(folder / "tokenizer"),
+        "--training.dataset_path": str(folder / ("pictures" if flux else "text")),
+        "--job.dump_folder": str(folder / "outputs"),
+    }
+    if flux:
+        flags |= {
+            "--job.custom_config_module": "torchtitan.models.flux.job_config",
+            "--training.dataset": "cc12m-test",
+            "--training.test_mode": "",
+            "--training.img_size": "64",
+            "--encoder.max_t5_encoding_len": "64",
+            "--encoder.t5_encoder": str(folder / "encoders" / "t5"),
+            "--encoder.clip_encoder": str(folder / "encoders" / "clip"),
+        }
+    return flags
+
+
+def values_given(arguments: list[str]) -> dict[str, str]:
+    """Flag → value of the command line, and of the configuration file that torchtitan 0.2.2 reads with it."""
+    given = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            given[name.replace("-", "_").replace("__", "--", 1)] = value if equals else following
+    if "--job.config_file" in given:
+        import tomllib
+
+        for section, keys in tomllib.loads(Path(given["--job.config_file"]).read_text(encoding="utf-8")).items():
+            for key, value in keys.items():
+                given.setdefault(f"--{section}.{key}", str(value))
+    return given
+
+
+def with_defaults(arguments: list[str], folder: Path, recent: bool) -> list[str]:
+    """torchtitan's arguments: small defaults and the made files, where the caller says nothing else."""
+    given = values_given(arguments)
+    flux = given.get("--module" if recent else "--model.name") == "flux"
     added = []
-    for flag, values in {**DEFAULTS, **made}.items():
-        if flag.replace("-", "_") not in given:
-            added += [flag, *values]
-    for prefix, switch in SWITCHES.items():
-        if not any(flag.startswith(prefix.replace("-", "_")) for flag in given):
-            added.append(switch)
+    for flag, value in (flags_of_0_3 if recent else flags_of_0_2)(folder, flux).items():
+        if flag not in given:
+            added += [flag, value] if value else [flag]
+    if recent:
+        added += [switch for family, switch in SWITCHES.items() if not any(flag.startswith(family) for flag in given)]
     return added + arguments  # in this order: no flag may follow a subcommand such as activation_checkpoint:none
 
 
@@ -109,17 +198,45 @@ def add_set_timeout() -> None:
     dist.set_timeout = set_timeout  # type: ignore[attr-defined]
 
 
+def is_recent() -> bool:
+    """Whether torchtitan has the command line of 0.3.0. It is not imported: 0.2.2 reads `sys.argv` when it is."""
+    package = importlib.util.find_spec("torchtitan")
+    if package is None or not package.submodule_search_locations:
+        sys.exit("torchtitan is not installed")
+    return Path(package.submodule_search_locations[0], "trainer.py").exists()
+
+
+def trainer(recent: bool, flux: bool) -> Callable[[], None]:
+    """What torchtitan's own launch script runs."""
+    if recent:
+        from torchtitan.train import main
+
+        return main
+    if flux:
+        from torchtitan.models.flux.train import FluxTrainer as Trainer
+    else:
+        from torchtitan.train import Trainer  # type: ignore[no-redef]
+    from torchtitan.train import main as train
+
+    return lambda: train(Trainer)
+
+
 def main() -> None:
     alone()
+    recent = is_recent()
     with tempfile.TemporaryDirectory(prefix="pretrain_torchtitan-") as name:
         folder = Path(name)
         os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
-        make_tokenizer(folder / "tokenizer", make_text(folder / "text"))
-        sys.argv[1:] = with_defaults(sys.argv[1:], folder)
+        texts = make_text(folder / "text")
+        make_tokenizer(folder / "tokenizer", texts)
+        given = values_given(sys.argv[1:])
+        flux = "flux" in (given.get("--module"), given.get("--model.name"))
+        if flux:
+            make_pictures(folder / "pictures", texts)
+            make_encoders(folder / "encoders")
+        sys.argv[1:] = with_defaults(sys.argv[1:], folder, recent)
         add_set_timeout()
-        from torchtitan.train import main as train
-
-        train()
+        trainer(recent, flux)()
 
 
 if __name__ == "__main__":
