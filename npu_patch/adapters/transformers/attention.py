@@ -11,6 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
@@ -80,28 +81,20 @@ def _with_position_bias(original: Any, site: Site) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if position_bias is not None:
-            reason = "position_bias"
+            why = "position_bias"
         else:
-            why, output = _attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs, site)
-            if why is None:
+            reason, output = _attend(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs, site
+            )
+            if reason is None:
                 return output, None
-            reason = why
+            why = reason
             if attention_mask is not None and attention_mask.is_floating_point():
                 # The original turns an additive mask into a bool one on an NPU; as a position bias it leaves it alone.
                 position_bias, attention_mask, is_causal = attention_mask, None, False
-        site.fallback(reason)
-        return original(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            position_bias=position_bias,
-            **kwargs,
-        )
+        site.fallback(why)
+        kwargs.update(dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias)
+        return original(module, query, key, value, attention_mask, **kwargs)
 
     return sdpa
 
@@ -122,19 +115,24 @@ def _without_position_bias(original: Any, site: Site) -> Callable[..., Any]:
         if reason is None:
             return output, None
         site.fallback(reason)
-        return original(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        if attention_mask is not None and attention_mask.is_floating_point() and query.device.type == "npu":
+            return _added(module, query, key, value, attention_mask, dropout, scaling), None
+        kwargs.update(dropout=dropout, scaling=scaling, is_causal=is_causal)
+        return original(module, query, key, value, attention_mask, **kwargs)
 
     return sdpa
+
+
+def _added(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    """With an additive mask, which the original turns into a bool one on an NPU."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if bias.dim() == 4:
+        bias = bias[..., : key.shape[2]]
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling)
+    return output.transpose(1, 2).contiguous()
 
 
 def _attend(

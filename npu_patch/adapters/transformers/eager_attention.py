@@ -22,7 +22,8 @@ from . import LIBRARY, masks
 from .fused import HARMLESS, fused
 
 _OP = "attention"
-_CAPTURING = "transformers.utils.output_capturing"
+_CAPTURING = "transformers.utils.output_capturing"  # of transformers 5, which records with hooks
+_RECORDING = "transformers.utils.generic"  # of transformers 4, which puts a function over the module's forward
 _REQUIRED = ("module", "query", "key", "value", "attention_mask")
 # Beside what every attention function ignores, the probe has made sure of these.
 _IGNORED = HARMLESS | {"is_causal", "s_aux", "scaling", "dropout", *_REQUIRED}
@@ -121,6 +122,11 @@ def _weights_wanted(module: Any) -> bool:
     hooks = getattr(module, "_forward_hooks", None)
     if hooks and any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
         return True
+    over = module.__dict__.get("forward")
+    while isinstance(over, FunctionType):
+        if over.__globals__.get("__name__") == _RECORDING:
+            return True
+        over = getattr(over, "__wrapped__", None)
     capturing = sys.modules.get(_CAPTURING)
     if capturing is None:
         return False

@@ -23,11 +23,13 @@ from ...support import tiny_models
 from ...support.numerics import relative_error
 
 WINDOW = 3
+REFUSES = recognise_flash(ORIGINAL).named
+"""Whether the original refuses a soft cap on an NPU; transformers 4 drops it."""
 
 
 def patched() -> tuple[Any, Site]:
     site = Site("test:flash", "attention", {})
-    return functions.clone(flash_attention._adapter(ORIGINAL, site), ORIGINAL), site
+    return functions.clone(flash_attention.adapter(recognise_flash(ORIGINAL))(ORIGINAL, site), ORIGINAL), site
 
 
 def layer(groups: int = 2, dtype: torch.dtype = torch.float32) -> Any:
@@ -46,11 +48,17 @@ def qkv(q_len: int = 8, kv_len: int = 8, batch: int = 2, value_head: int = 16) -
     )
 
 
-def exact(q: Any, k: Any, v: Any, seen: torch.Tensor) -> torch.Tensor:
+def exact(q: Any, k: Any, v: Any, seen: torch.Tensor, softcap: float | None = None, sinks: Any = None) -> torch.Tensor:
     q, k, v = (x.detach().cpu().double() for x in (q, k, v))
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-    scores = (q @ k.transpose(-1, -2) * 16**-0.5).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+    scores = q @ k.transpose(-1, -2) * 16**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sinks = sinks.detach().cpu().double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    return (scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
 def band(length: int = 8, window: int | None = WINDOW) -> torch.Tensor:
@@ -195,11 +203,35 @@ def test_dropout_drops_what_the_original_drops(window):
     assert (site.hits, site.fallbacks) == (1, {})
 
 
-def test_a_soft_cap_is_refused_as_the_original_refuses_it():
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("what", ["softcap", "s_aux"])
+def test_a_soft_cap_and_sinks_without_the_operator_are_refused_or_computed_never_dropped(what, window):
     function, site = patched()
-    with pytest.raises(ValueError, match="softcap"):
-        function(layer(), *qkv(), None, softcap=30.0, sliding_window=WINDOW)
-    assert site.fallbacks == {"keyword softcap": 1}
+    q, k, v = (x.requires_grad_() for x in qkv())
+    sinks = torch.linspace(-1.0, 2.0, 4, device="npu", requires_grad=True)
+    given = {"softcap": {"softcap": 0.5}, "s_aux": {"s_aux": sinks, "something_new": 1}}[what]
+    if REFUSES and what == "softcap":
+        with pytest.raises(ValueError, match="softcap"):
+            function(layer(), q, k, v, None, sliding_window=window, **given)
+    else:
+        padding = torch.ones(2, 8, dtype=torch.bool)
+        padding[1, :2] = False
+        ours, _ = function(layer(), q, k, v, padding.to("npu"), sliding_window=window, **given)
+        real = padding.unsqueeze(1).unsqueeze(2)
+        seen = band(window=window) & real & real.transpose(-1, -2)
+        wanted = exact(q, k, v, seen, given.get("softcap"), given.get("s_aux"))
+        assert relative_error(ours, wanted) < 1e-5
+        assert relative_error(ours, exact(q, k, v, seen)) > 0.05
+        ours.sum().backward()
+        assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
+    assert (site.hits, site.fallbacks) == (0, {f"keyword {'softcap' if what == 'softcap' else 'something_new'}": 1})
+
+
+def test_a_soft_cap_or_sinks_of_packed_sequences_are_refused_where_nothing_can_compute_them():
+    function, site = patched()
+    with pytest.raises(ValueError, match=r"soft ?cap"):
+        function(layer(), *qkv(batch=1), None, softcap=30.0, **packed([3, 5]))
+    assert site.hits == 0
 
 
 def test_bidirectional_attention():

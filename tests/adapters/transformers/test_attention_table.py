@@ -5,6 +5,7 @@ Masks come from transformers' own builders, so that what is remembered of them i
 
 from __future__ import annotations
 
+import functools
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import npu_patch
 
 from ...support.numerics import relative_error
+from .call import create_mask, without_sdpa
 
 HEAD = 16
 BATCH = 2
@@ -164,8 +166,8 @@ def given_mask(case: Case) -> torch.Tensor | None:
     cache = Cache(case) if case.ahead else None
     positions = positions_of(case).to("npu") if case.mask == "packed" else None
     if padding is not None and case.window:  # models make the full mask, too, which tells whether anything is padded
-        masking_utils.create_causal_mask(config, embeddings, padding, cache, positions)
-    return build(config, embeddings, padding, cache, positions)
+        create_mask(masking_utils.create_causal_mask, config, embeddings, padding, cache, positions)
+    return create_mask(build, config, embeddings, padding, cache, positions)
 
 
 def causal_of(case: Case) -> torch.Tensor:
@@ -230,9 +232,14 @@ def formula(case: Case, q: Any, k: Any, v: Any, seen: torch.Tensor, bias: Any, s
     return (weights[..., : case.kv_len] @ v).transpose(1, 2)
 
 
+@functools.cache
+def eager_module() -> Any:
+    """A model that the installed transformers runs without sdpa and without sinks."""
+    return next(module for name in ("gemma2", "zamba") if (module := without_sdpa(name)) is not None)
+
+
 def attend(case: Case, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> torch.Tensor:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gpt_oss import modeling_gpt_oss
 
     layer = torch.nn.Linear(1, 1, dtype=case.dtype)
@@ -243,7 +250,7 @@ def attend(case: Case, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> torch.T
         keywords["is_causal"] = case.causal if mask is None else None
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]
     elif case.entry == "eager":
-        function = modeling_gemma2.eager_attention_forward
+        function = eager_module().eager_attention_forward
     elif case.entry == "eager with sinks":
         function, keywords["s_aux"] = modeling_gpt_oss.eager_attention_forward, sinks
     else:
@@ -262,10 +269,9 @@ def attend(case: Case, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> torch.T
 @pytest.fixture(scope="module")
 def patched() -> Any:
     import transformers.modeling_utils  # noqa: F401
-    from transformers.models.gemma2 import modeling_gemma2  # noqa: F401
     from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: F401
 
-    return None
+    eager_module()
 
 
 ROWS: set[Case] = set()
