@@ -62,14 +62,15 @@ def _compiled_builder(function: FunctionType) -> bool:
     return inner is create_block_mask or getattr(inner, "_torchdynamo_orig_callable", None) is create_block_mask
 
 
-def _makes_mods(factory: Callable[[Tensor], Any]) -> bool:
-    """Whether the function takes positions alone, and makes a function of four arguments of them."""
-    if list(inspect.signature(factory).parameters) != ["positions"]:
+def _makes_mods(factory: Callable[..., Any]) -> bool:
+    """Whether the function makes a function of four arguments of positions, or of tokens and what ends a document."""
+    names = list(inspect.signature(factory).parameters)
+    if names != ["positions"] and not (len(names) == 2 and names[1] == "eos_id"):
         return False
     try:
         with quiet():
             positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
-            mods = [factory(positions), factory(positions[:1])]
+            mods = [factory(rows, *(0,) * (len(names) - 1)) for rows in (positions, positions[:1])]
     except Exception:
         return False
     return all(isinstance(mod, FunctionType) and mod.__code__.co_argcount == 4 for mod in mods)
@@ -131,9 +132,17 @@ def _device(device: Any) -> torch.device | None:
 
 
 def _factory_adapter(original: Any, site: Site) -> Callable[..., Any]:
-    def make(positions: Tensor) -> Any:
-        known = None if is_compiling() or positions.device.type != "npu" else facts(positions)
-        return original(positions) if known is None else _everywhere(original, known.host)
+    first = next(iter(inspect.signature(original).parameters))
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given: Any = args[0] if args else kwargs.get(first)
+        known = None
+        if isinstance(given, Tensor) and given.device.type == "npu" and not is_compiling():
+            known = facts(given)
+        if known is None:
+            return original(*args, **kwargs)
+        rest, options = args[1:], {name: value for name, value in kwargs.items() if name != first}
+        return _everywhere(lambda positions: original(positions, *rest, **options), known.host)
 
     return make
 

@@ -19,14 +19,16 @@ BATCH, LENGTH = 2, 48
 OPS = ("rms_norm", "rope", "attention")
 
 
-def build(family: str, dtype: torch.dtype = torch.float32, layers: int = 2, length: int = LENGTH) -> torch.nn.Module:
+def build(
+    family: str, dtype: torch.dtype = torch.float32, layers: int = 2, length: int = LENGTH, backend: str = "flex"
+) -> torch.nn.Module:
     """A debug model with few layers on the NPU, with parameters that do not depend on the device's random numbers."""
     from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.tools.utils import set_default_dtype
 
     set_spmd_backend("partial_dtensor")
     registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
-    config = registry("debugmodel", attn_backend="flex").model
+    config = registry("debugmodel", attn_backend=backend).model
     config.layers = config.layers[:layers]
     for layer in config.layers:
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=length)

@@ -1,0 +1,292 @@
+"""torchtitan's flex attentions: a `BlockMask` says what each query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ...discovery.bracket import NotRecognised, plain, quiet
+from ...ops import attention as op
+from ...ops import attention_lse
+from ...ops.attention import Mask
+from ...ops.guards import FLOATS, FUNCTORCH, NOT_ON_NPU, subclass_reason, transforming
+from ...sites import Site
+from . import masks
+from .block_mask import NpuBlockMask, source_of
+from .layouts import BLNH, BNLH, Layout
+from .stand_in import standing_in
+from .typecheck import TYPE_CHECKING_REASON, type_checking
+
+_NO_MASK = Mask.full()
+MEANING = "flex attention under a block mask"
+KEYWORDS = {"attention_masks", "score_mod", "scale", "enable_gqa", "out_transform"}
+WRAPPER_KEYWORDS = {"score_mod", "block_mask", "scale", "return_lse", "enable_gqa"}
+
+
+def recognise_wrapper(forward: FunctionType) -> Layout:
+    """The layout of a forward that hands its arguments to `flex_attention`, and back what that returns.
+
+    Raises:
+        NotRecognised: it does something else.
+    """
+    given: dict[str, Any] = {}
+
+    def stub(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        given.update(query=query, key=key, value=value, **options)
+        return query * 2.0 + 1.0, query.sum(-1) - 3.0
+
+    probe = standing_in(plain(forward), flex_attention, stub)
+    if probe is None:
+        raise NotRecognised("does not call flex_attention")
+    try:
+        with quiet():
+            generator = torch.Generator().manual_seed(3)
+            tensors = [torch.randn(2, 3, 5, 4, generator=generator) for _ in range(3)]
+            options = {"block_mask": object(), "scale": 0.3, "enable_gqa": True, "return_lse": True}
+            out, lse = probe(SimpleNamespace(), *tensors, **options)
+            inside = [given.pop(name) for name in ("query", "key", "value")]
+            for layout in (BNLH, BLNH):
+                swap = layout is BLNH  # flex attention itself takes (B, N, L, H)
+                if not all(
+                    torch.equal(a, b.transpose(1, 2) if swap else b) for a, b in zip(inside, tensors, strict=True)
+                ):
+                    continue
+                wanted = inside[0] * 2.0 + 1.0, inside[0].sum(-1) - 3.0
+                wanted = tuple(x.transpose(1, 2) for x in wanted) if swap else wanted
+                kept = {name: given[name] for name in options if name in given} == options
+                extra = {name: v for name, v in given.items() if name not in options and v is not None}
+                if kept and not extra and torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]):
+                    return layout
+    except Exception as error:
+        raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+    raise NotRecognised("does more than flex_attention")
+
+
+def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
+    """For forwards with an `out_transform`."""
+    inside, outside, lse_outside = layout.inside, layout.outside, layout.lse
+
+    def forward(
+        self: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_masks: BlockMask,
+        score_mod: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        reason, out, lse = "a score_mod", None, None
+        if score_mod is None and q.dim() == layout.rank:
+            asked = (attention_masks, scale, enable_gqa, out_transform is not None, site)
+            reason, out, lse = _attend(inside(q), inside(k), inside(v), *asked)  # type: ignore[assignment]
+        elif score_mod is None:
+            reason = f"query is not {layout.name}"
+        if reason is not None:
+            site.fallback(reason)
+            return original(
+                self,
+                q,
+                k,
+                v,
+                attention_masks=attention_masks,
+                score_mod=score_mod,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                out_transform=out_transform,
+                **kwargs,
+            )
+        assert out is not None
+        if out_transform is None:
+            return outside(out)
+        assert lse is not None
+        return out_transform(outside(out), lse_outside(lse))
+
+    return forward
+
+
+def wrapper_adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Any]:
+    """For forwards with `return_lse`."""
+    inside, outside, lse_outside = layout.inside, layout.outside, layout.lse
+
+    def forward(
+        self: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        score_mod: Any = None,
+        block_mask: BlockMask | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        enable_gqa: bool = False,
+    ) -> Any:
+        reason, out, lse = "a score_mod", None, None
+        if score_mod is None and q.dim() == 4:
+            asked = (block_mask, scale, enable_gqa, return_lse, site)
+            reason, out, lse = _attend(inside(q), inside(k), inside(v), *asked)  # type: ignore[assignment]
+        elif score_mod is None:
+            reason = f"query is not {layout.name}"
+        if reason is not None:
+            site.fallback(reason)
+            return original(
+                self,
+                q,
+                k,
+                v,
+                score_mod=score_mod,
+                block_mask=block_mask,
+                scale=scale,
+                return_lse=return_lse,
+                enable_gqa=enable_gqa,
+            )
+        assert out is not None
+        if not return_lse:
+            return outside(out)
+        assert lse is not None
+        return outside(out), lse_outside(lse)
+
+    return forward
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    with_lse: bool,
+    site: Site,
+) -> tuple[str | None, Tensor | None, Tensor | None]:
+    """(reason, None, None), or None with the output (B, L, N, H) and, if asked for, the log-sum-exp (B, L, N)."""
+    if torch.is_autocast_enabled("npu"):
+        query, key, value = cast(query, key, value)
+    reason, mask = _choose(query, key, value, block_mask, scale, enable_gqa, with_lse, site.options)
+    if reason is not None:
+        return reason, None, None
+    site.hit()
+    if mask.kind != "documents":
+        if not with_lse:
+            return None, op.attention(query, key, value, mask, layout="BSND", scale=scale), None
+        out, lse = attention_lse.attention(query, key, value, mask, layout="BSND", scale=scale)
+        return None, out, lse.transpose(1, 2)
+    batch, length, heads, _ = query.shape
+    q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    if not with_lse:
+        return None, op.attention(q, k, v, mask, layout="TND", scale=scale).view(batch, length, heads, -1), None
+    out, lse = attention_lse.attention(q, k, v, mask, layout="TND", scale=scale)
+    return None, out.view(batch, length, heads, -1), lse.view(batch, length, heads)
+
+
+def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast, which is on, hands them to the stock attentions; the operator is not cast by it."""
+    dtype = torch.get_autocast_dtype("npu")
+    return tuple(t.to(dtype) if t.device.type == "npu" and t.dtype in FLOATS else t for t in tensors)
+
+
+def shape_reason(query: Tensor, key: Tensor, enable_gqa: bool) -> str | None:
+    """Why the original would refuse these (B, L, N, H) tensors, or None."""
+    if query.dim() != 4 or key.dim() != 4:
+        return "query and key are not (B, L, N, H)"
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        return "fewer key heads than query heads without enable_gqa"
+    return None
+
+
+def _choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    with_lse: bool,
+    options: Mapping[str, Any],
+) -> tuple[str | None, Mask]:
+    """Why the operator cannot take the call, or None; and the mask for it."""
+    plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
+    if not plain and (reason := subclass_reason(query, key, value)):
+        return reason, _NO_MASK
+    if transforming():
+        return FUNCTORCH, _NO_MASK
+    if type_checking():
+        return TYPE_CHECKING_REASON, _NO_MASK
+    source = getattr(block_mask, "source", None)
+    dtype, device = query.dtype, query.device
+    if (
+        source is None  # a foreign mask
+        or with_lse
+        or not plain
+        or is_compiling()
+        or key.dtype is not dtype
+        or value.dtype is not dtype
+        or key.device != device
+        or value.device != device
+    ):
+        return _ask(query, key, value, block_mask, scale, enable_gqa, with_lse, options)
+    # What is left depends on shapes, type and device alone: asked once per mask, for all layers of a step.
+    question = (query.shape, key.shape, value.shape, dtype, device, enable_gqa, options["dense_mask_limit"])
+    answer = source.answers.get(question)
+    if answer is None:
+        answer = _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
+        source.answers[question] = answer
+    return answer
+
+
+def _ask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    with_lse: bool,
+    options: Mapping[str, Any],
+) -> tuple[str | None, Mask]:
+    if query.device.type != "npu":
+        return NOT_ON_NPU, _NO_MASK
+    if reason := shape_reason(query, key, enable_gqa):
+        return reason, _NO_MASK
+    ask = attention_lse.unsupported if with_lse else op.unsupported
+    if block_mask is None:
+        return ask(query, key, value, _NO_MASK, layout="BSND", scale=scale), _NO_MASK
+    if not isinstance(block_mask, BlockMask):
+        return f"a {type(block_mask).__name__} for a block mask", _NO_MASK
+    batch, length, heads = query.shape[:3]
+    limit = masks.limit_of(options)
+    if length != key.shape[1] and not isinstance(block_mask, NpuBlockMask):
+        return "more keys than queries, as in context parallelism", _NO_MASK
+    source = source_of(block_mask, batch, (length, key.shape[1]), query.device)
+    if isinstance(source, str):
+        return source, _NO_MASK
+    mask = source.compact if source.shared(batch) else None
+    if mask is not None and mask.kind == "documents":
+        if is_compiling():
+            mask = source.traced() or mask
+        elif mask.q_ends[-1] != batch * length:
+            mask = None  # one row of documents for all samples
+    if mask is not None:
+        packed = mask.kind == "documents"
+        q, k, v = (t.flatten(0, 1) if packed else t for t in (query, key, value))
+        layout = "TND" if packed else "BSND"
+        reason = ask(q, k, v, mask, layout=layout, scale=scale)
+        if reason is None or not packed or length > limit:
+            return reason, mask
+    # Documents that the operator does not take packed are written out like a mask without a compact form.
+    early = ask(query, key, value, _NO_MASK, layout="BSND", scale=scale)
+    if early is not None:
+        return early, _NO_MASK
+    mask = source.dense(batch, heads, limit)
+    if mask is None:
+        return "a mask that torch.compile would have to write out", _NO_MASK
+    return ask(query, key, value, mask, layout="BSND", scale=scale), mask
