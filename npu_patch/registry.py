@@ -54,6 +54,8 @@ class Target:
         only_if: name of a bool option of the op; without it the target is left alone.
         supporting: a part of an op that computes nothing itself, such as a mask builder: it has no calls to count.
         objects: the original may be a callable object, bound to a name of the module; elsewhere it must be a function.
+        parts: what took part in what was recognised: each has a `name`, says whether it `changed()`, and what is there
+            now, `current()`.
     """
 
     op: str
@@ -66,6 +68,7 @@ class Target:
     objects: bool = False
     only_if: str = ""
     supporting: bool = False
+    parts: tuple[Any, ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -137,6 +140,15 @@ OPS: tuple[Op, ...] = (
         name="rope",
         summary="rotary position embedding of query and key",
         operators=("npu_rotary_mul",),
+        options=(
+            Option(
+                "tables",
+                "float32",
+                "torchtitan: float32 rotates in float32, as its models do; input rotates in the type of query and key, "
+                "with tables rounded to it: fewer launches and bytes, more rounding",
+                choices=("float32", "input"),
+            ),
+        ),
         aliases=("npu_rope", "npu_rotary_mul"),
     ),
     Op(

@@ -97,3 +97,32 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
+
+
+def heads(tensors: Sequence[Any], table: Any) -> str | tuple[list[Spread], tuple[Tensor, ...], Tensor]:
+    """Query and key by the heads that this rank has, or why not.
+
+    Args:
+        tensors: DTensors (B, L, N, D) or (T, N, D); a rank may have a part of the heads, and nothing else in parts.
+        table: of every rank, plain or as a DTensor.
+
+    Returns:
+        How each lies, the local tensors, and the local table, without a gradient.
+    """
+    places = []
+    for x in tensors:
+        if not is_distributed(x):
+            return _MIXED
+        whole = [i for i in range(x.dim()) if i != x.dim() - 2]
+        place = spread(x, whole, (table,) if is_distributed(table) else ())
+        if isinstance(place, str):
+            return place
+        places.append(place)
+    if any(place.mesh != places[0].mesh for place in places):
+        return _MESHES
+    if is_distributed(table):
+        if table.requires_grad:
+            return "gradient to the rotary cache"
+        with torch.no_grad():  # the same tensor object every time
+            table = table.to_local()
+    return places, tuple(local(x) for x in tensors), table

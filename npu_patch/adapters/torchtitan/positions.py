@@ -46,7 +46,7 @@ known_facts = _facts.get
 
 
 def facts(positions: Tensor) -> Facts | None:
-    """Facts about positions of shape (B, L); None when they cannot be had (a subclass, a trace, an unexpected form).
+    """Facts about positions of shape (B, L) or (L,); None when they cannot be had (a subclass, a trace, another form).
 
     Copies the positions to the host the first time that it sees them, which waits for the device once.
     """
@@ -58,10 +58,10 @@ def facts(positions: Tensor) -> Facts | None:
     known = _facts.find(positions)
     if known is not None:
         return known
-    if positions.dim() != 2 or positions.numel() == 0 or positions.dtype not in (torch.int64, torch.int32):
+    if positions.dim() not in (1, 2) or positions.numel() == 0 or positions.dtype not in (torch.int64, torch.int32):
         return None
     with aside():
-        host = positions.detach().to("cpu", copy=True)
+        host = positions.detach().to("cpu", copy=True).view(-1, positions.shape[-1])
         low, high = (int(bound) for bound in host.aminmax())
         first = host[:1]
         if not bool((host == first).all()):

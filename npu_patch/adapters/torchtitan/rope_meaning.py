@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...discovery.bracket import NotRecognised, quiet, same
+from .rope_tables import FULL_WIDTH, MODES
 
-__all__ = ["FULL_WIDTH", "NotRecognised", "recognise_forward", "recognise_rotation"]
+__all__ = [
+    "NotRecognised",
+    "RotaryClass",
+    "agrees",
+    "recognise_forward",
+    "recognise_rotation",
+    "rotated",
+    "sample_cache",
+]
 
-
-def _complex_table(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """From e^(i θ), (..., D / 2) complex, to cos and sin with every entry twice, (..., D)."""
-    parts = torch.view_as_real(cache.resolve_conj()).resolve_neg()
-    cos, sin = (
-        parts[..., i].unsqueeze(-1).expand(*cache.shape, 2).reshape(*cache.shape[:-1], 2 * cache.shape[-1])
-        for i in (0, 1)
-    )
-    return cos, sin
-
-
-def _cos_sin_table(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """From cos | sin side by side, (..., 2 D), to two tensors of their own."""
-    halves = cache.resolve_neg().chunk(2, -1)
-    cos, sin = (half.clone(memory_format=torch.contiguous_format) for half in halves)
-    return cos, sin
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+B, L, D, HEADS = 2, 5, 8, 4
+_INVERSE = "inverse"
 
 
-FULL_WIDTH: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "interleave": _complex_table,
-    "half": _cos_sin_table,
-}
-"""Rotary mode → how a module's cache becomes full-width cos and sin."""
+@dataclass(frozen=True)
+class RotaryClass:
+    """What the rotation of a class takes and computes.
+
+    Args:
+        kind: of its cache, a key of `FULL_WIDTH`.
+        ranks: numbers of dimensions of query and key that it takes: 4 for (B, L, N, D), 3 for (T, N, D).
+        inverse: it has a keyword `inverse`, and its key may be None.
+    """
+
+    kind: str
+    ranks: frozenset[int]
+    inverse: bool = False
+
+    def __str__(self) -> str:
+        return f"{MODES[self.kind]}, in float32" + (", of packed tokens" if self.ranks == {3} else "")
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """The rotation in the type of what is multiplied."""
     if mode == "half":
         first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
@@ -48,94 +57,169 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     return x * cos + turned * sin
 
 
-def _expected(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    return _rotated(x.float(), cos, sin, mode).type_as(x)
+def sample_cache(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
+    """A cache of a kind with arbitrary entries, of the given shape before its last dimensions."""
+    if kind == "half":
+        return torch.randn(*shape, 2 * D, generator=generator)
+    if kind == "matrices":
+        return torch.randn(*shape, D // 2, 2, 2, generator=generator)
+    return torch.view_as_complex(torch.randn(*shape, D // 2, 2, generator=generator))
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_B, _L, _D = 2, 5, 8
+def _inputs(shape: tuple[int, ...], count: int, generator: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
+    """The second one has one head only; rows of 0, of 1e-4 and of 1e4."""
+    made = []
+    for i in range(count):
+        x = torch.randn([1 if i and n == HEADS else n for n in shape], generator=generator)
+        if not i:
+            rows = x.view(-1, *shape[-2:])
+            rows[0], rows[1], rows[-1] = 0.0, rows[1] * 1e-4, rows[-1] * 1e4
+        made.append(x.to(dtype).requires_grad_())
+    return made
 
 
-def _inputs(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    query = torch.randn(_B, _L, 4, _D, generator=generator)
-    key = torch.randn(_B, _L, 1, _D, generator=generator)
-    query[0, 0], query[0, 1], query[1, 0] = 0.0, query[0, 1] * 1e-4, query[1, 0] * 1e4
-    return query.to(dtype).requires_grad_(), key.to(dtype).requires_grad_()
+def agrees(
+    call: Callable[..., Any],
+    cos: Tensor,
+    sin: Tensor,
+    mode: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] = (B, L, HEADS, D),
+    count: int = 2,
+    wide: bool = True,
+) -> bool:
+    """Whether results and gradients of a call are those of a rotation by the tables.
 
-
-def _agrees(call: Callable[[Tensor, Tensor], Any], cos: Tensor, sin: Tensor, mode: str, dtype: torch.dtype) -> bool:
-    """Whether results and gradients of the call are those of a rotation by the tables."""
+    Args:
+        call: takes the tensors; gives a tuple of as many, or one tensor for one.
+        cos, sin: that broadcast to them.
+        mode: "half" or "interleave".
+        dtype: of the tensors.
+        shape: of the first one.
+        count: how many tensors.
+        wide: rotated in float32, else in their type.
+    """
     generator = torch.Generator().manual_seed(7)
-    pair = _inputs(generator, dtype)
-    results = call(*pair)
-    if not (isinstance(results, tuple) and len(results) == 2):
+    inputs = _inputs(shape, count, generator, dtype)
+    results = call(*inputs)
+    results = (results,) if count == 1 else results
+    if not (isinstance(results, tuple) and len(results) == count):
         return False
-    for x, y in zip(pair, results, strict=True):
+    for x, y in zip(inputs, results, strict=True):
         if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
             return False
-        wanted = _expected(x, cos, sin, mode)
+        if wide:
+            wanted = rotated(x.float(), cos, sin, mode).type_as(x)
+        else:
+            wanted = rotated(x, cos.to(dtype), sin.to(dtype), mode)
         gradient = torch.randn(y.shape, generator=generator).to(dtype)
-        ours = torch.autograd.grad(y, x, gradient)[0]
+        ours = torch.autograd.grad(y, x, gradient, retain_graph=True)[0]
         theirs = torch.autograd.grad(wanted, x, gradient)[0]
-        if not same(y, wanted) or not same(ours, theirs, loose=True):
+        # float32: products of two large numbers may cancel, in whatever order they are added.
+        if not same(y, wanted, loose=dtype is torch.float32) or not same(ours, theirs, loose=True):
             return False
     return True
 
 
-def recognise_rotation(cls: Any) -> str:
-    """The rotary mode of `cls.apply_rotary_emb(query, key, rope_cache)`.
+def _parameters(function: Any) -> tuple[list[str], bool]:
+    """Names of positional parameters, and whether there is a keyword `inverse` beside them."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    others = [p for p in parameters if p.name not in names]
+    inverse = [p.name for p in others] == [_INVERSE] and others[0].default is False
+    if others and not inverse:
+        raise NotRecognised(f"takes {', '.join(p.name for p in others)}")
+    return names, inverse
+
+
+_LAYOUTS = {4: (B, L, HEADS, D), 3: (L, HEADS, D)}
+
+
+def recognise_rotation(cls: Any) -> RotaryClass:
+    """What `cls.apply_rotary_emb(query, key, rope_cache)` computes.
 
     Raises:
         NotImplementedError: it is abstract.
         NotRecognised: it computes something else.
     """
     function = cls.apply_rotary_emb
-    if list(inspect.signature(function).parameters) != ["query", "key", "rope_cache"]:
+    names, inverse = _parameters(function)
+    if names != ["query", "key", "rope_cache"]:
         raise NotRecognised("takes other arguments than query, key and a rotary cache")
     reason = "computes no known rotation"
     with quiet():
-        generator = torch.Generator().manual_seed(3)
-        for mode in FULL_WIDTH:
-            width = _D if mode == "interleave" else 2 * _D
-            raw = [torch.randn(batch, _L, 1, width, generator=generator) for batch in (1, _B)]
-            caches = [torch.view_as_complex(c.unflatten(-1, (-1, 2))) for c in raw] if mode == "interleave" else raw
-            try:
-                if all(
-                    _agrees(partial(function, rope_cache=cache), *FULL_WIDTH[mode](cache), mode, dtype)
-                    for cache in caches
-                    for dtype in _DTYPES
-                ):
-                    return mode
-            except NotImplementedError as error:
-                if not str(error):
-                    raise
-                reason = f"fails on a small input: NotImplementedError: {str(error)[:80]}"
-            except Exception as error:
-                reason = f"fails on a small input: {type(error).__name__}: {str(error)[:80]}"
+        for kind in ("interleave", "half"):
+            ranks = set()
+            for rank, shape in _LAYOUTS.items():
+                try:
+                    if _rotates(function, kind, shape, inverse):
+                        ranks.add(rank)
+                except NotImplementedError as error:
+                    if not str(error):
+                        raise
+                    reason = f"fails on a small input: NotImplementedError: {str(error)[:80]}"
+                except Exception as error:
+                    reason = f"fails on a small input: {type(error).__name__}: {str(error)[:80]}"
+            if ranks:
+                return RotaryClass(kind, frozenset(ranks), inverse)
     raise NotRecognised(reason)
 
 
-def recognise_forward(cls: Any, mode: str) -> None:
+def _rotates(function: Any, kind: str, shape: tuple[int, ...], inverse: bool) -> bool:
+    generator = torch.Generator().manual_seed(3)
+    fronts = [(batch, L, 1) for batch in (1, B)] if len(shape) == 4 else [(L, 1)]
+    for front in fronts:
+        cache = sample_cache(kind, *front, generator=generator)
+        tables = FULL_WIDTH[kind](cache)
+        for dtype in DTYPES:
+            if not agrees(partial(function, rope_cache=cache), *tables, MODES[kind], dtype, shape):
+                return False
+        alone = partial(function, key=None, rope_cache=cache)
+        if inverse and not agrees(alone, *tables, MODES[kind], torch.float32, shape, count=1):
+            return False
+    return True
+
+
+def recognise_forward(cls: Any, rotation: RotaryClass) -> frozenset[int]:
     """Check that `cls.forward(query, key, positions)` rotates by the rows `positions` of `self.cache`.
+
+    Returns:
+        The numbers of dimensions for which it does.
 
     Raises:
         NotRecognised: it does something else.
     """
-    if list(inspect.signature(cls.forward).parameters) != ["self", "query", "key", "positions"]:
+    names, inverse = _parameters(cls.forward)
+    if names != ["self", "query", "key", "positions"] or inverse != rotation.inverse:
         raise NotRecognised("takes other arguments than query, key and positions")
-    try:
-        with quiet():
-            module = cls(cls.Config(dim=_D, max_seq_len=3 * _L, theta=50.0))
-            cos, sin = FULL_WIDTH[mode](module.cache)
-            generator = torch.Generator().manual_seed(5)
-            rows = torch.randint(0, 3 * _L, (_B, _L), generator=generator)
-            for positions in (None, rows, rows[:1], torch.arange(_L).expand(_B, _L)):
-                index = torch.arange(_L).unsqueeze(0) if positions is None else positions
-                tables = cos[index].unsqueeze(2), sin[index].unsqueeze(2)
-                for dtype in _DTYPES:
-                    if not _agrees(partial(module, positions=positions), *tables, mode, dtype):
-                        raise NotRecognised("does not rotate by the rows of its cache that the positions name")
-    except NotRecognised:
-        raise
-    except Exception as error:
-        raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+    reason = "does not rotate by the rows of its cache that the positions name"
+    ranks = set()
+    with quiet():
+        for rank in rotation.ranks:
+            try:
+                if _gathers(cls, rotation, rank):
+                    ranks.add(rank)
+            except Exception as error:
+                reason = f"fails on a small input: {type(error).__name__}: {str(error)[:80]}"
+    if not ranks:
+        raise NotRecognised(reason)
+    return frozenset(ranks)
+
+
+def _gathers(cls: Any, rotation: RotaryClass, rank: int) -> bool:
+    generator = torch.Generator().manual_seed(5)
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    cache = sample_cache(rotation.kind, 3 * L, generator=generator)
+    module.register_buffer("cache", cache, persistent=False)
+    cos, sin = FULL_WIDTH[rotation.kind](cache)
+    rows = torch.randint(0, 3 * L, (B, L), generator=generator)
+    several = (None, rows, rows[:1], torch.arange(L).expand(B, L)) if rank == 4 else (None, rows[0], torch.arange(L))
+    for positions in several:
+        index = torch.arange(L) if positions is None else positions
+        tables = cos[index].unsqueeze(-2), sin[index].unsqueeze(-2)
+        for dtype in DTYPES:
+            call = partial(module, positions=positions)
+            if not agrees(call, *tables, MODES[rotation.kind], dtype, _LAYOUTS[rank]):
+                return False
+    return True
