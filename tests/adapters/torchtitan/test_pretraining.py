@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretraining")]
 
 def train(report, ranks, *flags, **variables):
     """The losses that rank 0 logs."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NPU_PATCH_")}
+    dropped = ("NPU_PATCH_", "TORCHDYNAMO_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     launcher = [sys.executable, "-m", "npu_patch", "run", "--report", str(report)]
     launcher += [] if REAL_NPU else [f"--simulate={ranks}"]
     command = [sys.executable]
@@ -41,6 +42,8 @@ def train(report, ranks, *flags, **variables):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    if variables.get("NPU_PATCH_OPS") != "none":  # one table, however many ranks
+        assert done.stderr.count("torchtitan.models.common.nn_modules:") == 1, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"loss:\s+([0-9.]+)", done.stdout + done.stderr)]
     return losses[::ranks]  # every rank logs the same
 
@@ -68,6 +71,9 @@ def test_two_ranks_train_as_without_patches(tmp_path):
     assert patched[1] < patched[0]
     per_step = {"rms_norm": 13, "rope": 6, "attention": 6}
     assert hits(tmp_path / "patched") == [{op: 2 * count for op, count in per_step.items()}] * 2
+    merged = json.loads((tmp_path / "patched" / "merged.json").read_text())["rows"]
+    both = {op: {f"rank {rank}": 2 * count for rank in range(2)} for op, count in per_step.items()}
+    assert {row["op"]: row["hits"] for row in merged if any(row["hits"].values())} == both
 
 
 def test_a_single_process_needs_no_launcher(tmp_path):
