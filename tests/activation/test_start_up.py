@@ -105,3 +105,18 @@ def test_a_namespace_package_that_grows_later_is_found_whole(
     path = os.pathsep.join([str(tmp_path / "one"), libraries.path])
     result = installed.code(code, NPU_PATCH_OPS="rope", PYTHONPATH=path)
     assert result.stdout == "first second third True\n", result.stderr
+
+
+@pytest.mark.slow
+def test_a_program_that_only_loads_models_hears_nothing(installed: Environment) -> None:
+    """Whatever of them is recognised or is not, ops that nobody named are not missed where they are never reached."""
+    code = """
+    import importlib, sys
+    for model in ("llama", "clvp", "bert", "gpt_oss"):
+        importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    states = {row.state for row in sys.modules["npu_patch"].status()}
+    sys.stdout.write(f"{sorted(states & {'active', 'unrecognised'})}")
+    """
+    result = installed.code(code, NPU_PATCH_OPS="default", NPU_PATCH_SIMULATE="1", NPU_PATCH_REPORT="1")
+    assert result.stdout.endswith("['active', 'unrecognised']"), result.stderr
+    assert "npu_patch" not in result.stderr

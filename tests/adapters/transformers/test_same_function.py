@@ -20,7 +20,7 @@ from npu_patch.registry import Unrecognised
 from ...support.numerics import Run, assert_same_training, relative_error
 from . import tiny
 from .call import found, patched
-from .test_attention_calls import causal, formula, layer, qkv
+from .test_attention_calls import ORIGINAL, causal, formula, layer, outcome, qkv, same
 from .test_attention_calls import patched as patched_sdpa
 from .test_rope_calls import compare, tables, values
 from .tiny import OPS, Counting
@@ -206,6 +206,18 @@ def test_a_mask_of_one_row_for_each_head_is_expanded():
     output, _ = function(layer(), query, key, value, seen.to("npu"))
     assert relative_error(output, formula(query, key, value, seen, 0.25)) < 2e-6
     assert (site.hits, site.fallbacks) == (1, {})
+
+
+@pytest.mark.parametrize(("head", "reason"), [(256, None), (768, None), (1024, "head size above 768")])
+def test_wide_heads_run_or_have_a_reason_before_the_operator_is_asked(head, reason):
+    query, key, value = qkv(head=head)
+    function, site = patched_sdpa()
+    ours = outcome(function, layer(), query, key, value, None)
+    assert (site.hits, site.fallbacks) == ((1, {}) if reason is None else (0, {reason: 1}))
+    if reason is None:
+        assert relative_error(ours, formula(query, key, value, causal(6, 6), head**-0.5)) < 2e-6
+    else:
+        assert same(ours, outcome(ORIGINAL, layer(), query, key, value, None))
 
 
 @pytest.mark.parametrize("said", ["by the layer", "by the caller"])
