@@ -13,7 +13,10 @@ import npu_patch
 from npu_patch.adapters.torchtitan import norms
 from npu_patch.registry import Target, Unrecognised
 
+from .generation import current
 from .models import Counts
+
+pytestmark = current
 
 
 def norm(size=16, dtype=torch.float32, **kwargs):

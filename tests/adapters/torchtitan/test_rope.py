@@ -12,8 +12,10 @@ import torch
 import npu_patch
 from npu_patch.simulator import trace
 
+from .generation import current
 from .models import Counts, packed_positions, plain_positions
 
+pytestmark = current
 B, L, D = 2, 12, 16
 
 
