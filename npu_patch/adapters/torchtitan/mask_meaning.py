@@ -28,11 +28,15 @@ def evaluate(mod: MaskMod, device: Any, b: Tensor, h: Tensor, q: Tensor, kv: Ten
 
 
 def _mapped(mod: Any, device: Any, *indices: Tensor) -> Tensor:
+    return _called(mod, device, *indices).to("cpu").bool()
+
+
+def _called(mod: Any, device: Any, *indices: Tensor) -> Tensor:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     with torch.no_grad(), TransformGetItemToIndex():
         seen: Tensor = mod(*(index.to(device) for index in indices))
-    return seen.to("cpu").bool()
+    return seen
 
 
 def _over_grid(mod: MaskMod) -> Any:
@@ -100,7 +104,7 @@ def reads(mod: MaskMod, argument: int, device: torch.device) -> bool:
         zero = torch.zeros((), dtype=torch.int64, device=place)
         try:
             with aside():
-                _mapped(torch.vmap(one), place, torch.zeros(2, dtype=torch.int64, device="cpu"))
+                _called(torch.vmap(one), place, torch.zeros(2, dtype=torch.int64, device=place))
         except Exception:  # closes over tensors of the other device, or branches on the index
             found.clear()
             continue

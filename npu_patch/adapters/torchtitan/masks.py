@@ -33,12 +33,17 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         if not isinstance(value, FunctionType):
             continue
         if _compiled_builder(value) and not name.startswith("_"):
+            # Vision encoders compile the builder itself.  Their masks hide rows, for pictures are padded, and have no
+            # compact form: looking at one on the device would wait for it in vain.
+            looks = not _is_compiled(value)
+            if value.__module__ != module.__name__ if looks else create_block_mask not in vars(module).values():
+                continue  # made elsewhere, where it is replaced for its importers, too
             yield Target(
                 _OP,
                 _LIBRARY,
                 module.__name__,
                 name,
-                _builder_adapter,
+                functools.partial(_builder_adapter, looks),
                 "builds a block mask",
                 ("torchtitan",),
                 supporting=True,
@@ -52,14 +57,18 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
 
 def _compiled_builder(function: FunctionType) -> bool:
     """A torch.compile of `create_block_mask`, or a function of any arguments whose body calls nothing but one."""
-    if getattr(function, "_torchdynamo_orig_callable", None) is create_block_mask:
+    if _is_compiled(function):
         return True
     code = function.__code__
     if code.co_argcount or code.co_kwonlyargcount or code.co_flags & 0x0C != 0x0C or len(code.co_names) != 1:
         return False
     inner = function.__globals__.get(code.co_names[0])
     # With TORCHDYNAMO_DISABLE=1 torch.compile hands back what it was given.
-    return inner is create_block_mask or getattr(inner, "_torchdynamo_orig_callable", None) is create_block_mask
+    return inner is create_block_mask or _is_compiled(inner)
+
+
+def _is_compiled(function: Any) -> bool:
+    return getattr(function, "_torchdynamo_orig_callable", None) is create_block_mask
 
 
 def _makes_mods(factory: Callable[..., Any]) -> bool:
@@ -81,16 +90,19 @@ def _builder_signature() -> inspect.Signature:
     return inspect.signature(create_block_mask)
 
 
-def _builder_adapter(original: Any, site: Site) -> Callable[..., Any]:
+def _builder_adapter(looks: bool, original: Any, site: Site) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
-        mask = None if is_compiling() else _build(args, kwargs, site.options)
+        mask = None if is_compiling() else _build(args, kwargs, site.options, looks)
         return original(*args, **kwargs) if mask is None else mask
 
     return create
 
 
-def _build(args: Any, kwargs: Any, options: Any) -> NpuBlockMask | None:
+def _build(args: Any, kwargs: Any, options: Any, looks: bool) -> NpuBlockMask | None:
     """The mask that create_block_mask would make of these arguments; None where the original has to see them.
+
+    Args:
+        looks: a mask_mod that only works on the device is looked at there, which waits for it.
 
     Raises:
         DenseMaskError: the mask has no compact form and is longer than the option dense_mask_limit.
@@ -109,7 +121,7 @@ def _build(args: Any, kwargs: Any, options: Any) -> NpuBlockMask | None:
         return None
     meaning = None
     if q_len == kv_len and heads in (None, 1):
-        meaning = recognise(mod, batch or 1, q_len, device)
+        meaning = recognise(mod, batch or 1, q_len, device if looks else torch.device("cpu"))
     source = Source(mod, batch, heads, (q_len, kv_len), device, given, meaning)
     source.prepare(limit_of(options))
     return NpuBlockMask.of(source, size)

@@ -553,3 +553,37 @@ def test_a_module_without_the_names_has_no_targets():
 
     empty = types.ModuleType("torchtitan.models.common.attention")
     assert [list(adapter.find(empty)) for adapter in (attention, norms, rope)] == [[], [], []]
+
+
+def test_a_mask_of_padded_pictures_waits_for_nothing():
+    """The number of patches lies on the device, as the encoders have it."""
+    from torchtitan.models.common import vision_encoder
+
+    mod = vision_encoder.get_vision_block_mask_mod(torch.tensor([40, 17]).npu())
+    tensors = qkv()
+    with npu_patch.scope("attention"):
+        with trace() as t:
+            masks = vision_encoder.compiled_create_block_mask(mod, B, None, L, L, device="npu")
+            flex()(*tensors, attention_masks=masks, enable_gqa=True)
+        assert t.host_syncs == 0
+        assert t.launches_by_op["npu.npu_fusion_attention"] == 1
+        # Written out for all layers at once.
+        with trace() as t:
+            out = flex()(*tensors, attention_masks=masks, enable_gqa=True)
+        assert t.launches == 1
+    assert not out[1, 17:].any()
+
+
+def test_masks_of_several_models_are_built_by_one_target_each():
+    from torchtitan.models.common import attention, decoder, vision_encoder
+    from torchtitan.models.kimi_k2_7 import vision_encoder as kimi
+
+    from npu_patch.adapters.torchtitan import masks
+
+    found = {module: [target.path for target in masks.find(module)] for module in (decoder, vision_encoder, kimi)}
+    assert found == {decoder: [], vision_encoder: ["compiled_create_block_mask"], kimi: []}
+    original = kimi.compiled_create_block_mask
+    with npu_patch.scope("attention"):
+        assert kimi.compiled_create_block_mask is vision_encoder.compiled_create_block_mask is not original
+        assert decoder.create_attention_mask is attention.create_attention_mask
+    assert kimi.compiled_create_block_mask is original
