@@ -50,7 +50,7 @@ def test_options_take_the_declared_type():
         ("rms_nrom", "unknown op 'rms_nrom'; known ops: .*rms_norm.*did you mean 'rms_norm'"),
         ("rms_norm,nonsense_xyz", "unknown op 'nonsense_xyz'; known ops:"),
         ("attention:mask_limit=1", "no option 'mask_limit'.*did you mean 'dense_mask_limit'"),
-        ("rope:pack=1", "op 'rope' has no option 'pack'; it has no options"),
+        ("rms_norm:pack=1", "op 'rms_norm' has no option 'pack'; it has no options"),
         ("attention:dense_mask_limit=many", "expected a value of type int, got 'many'"),
         ("attention:dense_mask_limit=-4", "at least 0, got -4"),
         ("attention:dense_mask_limit", "cannot read 'attention:dense_mask_limit'"),
