@@ -192,6 +192,8 @@ LIBRARIES: tuple[Library, ...] = (
             "rms_norm": "npu_patch.adapters.torchtitan.norms:find",
             "rope": "npu_patch.adapters.torchtitan.rope:find",
             "attention": "npu_patch.adapters.torchtitan.attention:find",
+            "swiglu": "npu_patch.adapters.torchtitan.mlp:find",
+            "cross_entropy": "npu_patch.adapters.torchtitan.loss:find",
         },
     ),
     Library(
