@@ -10,9 +10,9 @@ torchtitan 0.2.2 has other flags, and may read a configuration file:
     npu-patch run -- python examples/pretrain_torchtitan.py --model.name qwen3 --model.flavor debugmodel
     npu-patch run -- python examples/pretrain_torchtitan.py --job.config_file my.toml
 
-All flags are torchtitan's (`--help` lists them).  A tokenizer, a text, and for flux pictures and encoders, which
-torchtitan's wheel does not ship, are made in a temporary folder; batch, length and the like get small defaults.  Each
-is overridden by a flag, or by a line of the configuration file.
+All flags are torchtitan's (`--help` lists them).  What its wheel does not ship is made in a temporary folder: a
+tokenizer, a text, pictures for the models that see, flux's encoders.  Batch, length and the like get small defaults.
+Each is overridden by a flag, or by a line of the configuration file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ from pathlib import Path
 SMALL = {"--training.steps": "10", "--training.local_batch_size": "2", "--training.seq_len": "128"}
 #: Switches of torchtitan 0.3.0: added unless a flag of that family is given.
 SWITCHES = {"--checkpoint": "--checkpoint.no-enable", "--validator": "--validator.no-enable"}
+#: Models that read pictures, beside configurations whose name says so. All but flux need torchvision.
+PICTURED, PICTURED_SUFFIX = ("flux", "kimi_k2_7", "qwen3_5"), "_mm"
+#: What the tokenizers of those models have beside text.
+MARKS = "<|endoftext|> <|image_pad|> <|video_pad|> <|vision_start|> <|vision_end|> <|media_pad|> <|media_begin|> "
+MARKS += "<|media_end|> [PAD]"
 SYLLABLES = [consonant + vowel for consonant in "bdklmnrst" for vowel in "aeiou"]
 
 
@@ -58,7 +63,7 @@ def make_tokenizer(folder: Path, texts: list[str], size: int = 1000) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[begin, end],
+        special_tokens=[begin, end, *MARKS.split()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -95,13 +100,20 @@ def make_encoders(folder: Path) -> None:
         (folder / name / "config.json").write_text(text, encoding="utf-8")
 
 
-def flags_of_0_3(folder: Path, flux: bool) -> dict[str, str]:
+def make_files(folder: Path) -> None:
+    texts = make_text(folder / "text")
+    make_tokenizer(folder / "tokenizer", texts)
+    make_pictures(folder / "pictures", texts)
+    make_encoders(folder / "encoders")
+
+
+def flags_of_0_3(folder: Path, flux: bool, pictures: bool) -> dict[str, str]:
     flags = {
         "--module": "llama3",
         "--config": "llama3_debugmodel",
         **SMALL,
         "--hf_assets_path": str(folder / "tokenizer"),
-        "--dataloader.dataset_path": str(folder / ("pictures" if flux else "text")),
+        "--dataloader.dataset_path": str(folder / ("pictures" if pictures else "text")),
         "--dump_folder": str(folder / "outputs"),
     }
     if flux:
@@ -118,7 +130,7 @@ def flags_of_0_3(folder: Path, flux: bool) -> dict[str, str]:
     return flags
 
 
-def flags_of_0_2(folder: Path, flux: bool) -> dict[str, str]:
+def flags_of_0_2(folder: Path, flux: bool, pictures: bool) -> dict[str, str]:
     flags = {
         "--model.name": "llama3",
         "--model.flavor": "flux-debug" if flux else "debugmodel",
@@ -126,7 +138,7 @@ def flags_of_0_2(folder: Path, flux: bool) -> dict[str, str]:
         "--lr_scheduler.warmup_steps": "2",
         "--metrics.log_freq": "1",
         "--model.hf_assets_path": str(folder / "tokenizer"),
-        "--training.dataset_path": str(folder / ("pictures" if flux else "text")),
+        "--training.dataset_path": str(folder / ("pictures" if pictures else "text")),
         "--job.dump_folder": str(folder / "outputs"),
     }
     if flux:
@@ -150,8 +162,10 @@ def values_given(arguments: list[str]) -> dict[str, str]:
             name, equals, value = argument.partition("=")
             given[name.replace("-", "_").replace("__", "--", 1)] = value if equals else following
     if "--job.config_file" in given:
-        import tomllib
-
+        try:
+            import tomllib
+        except ModuleNotFoundError:  # Python 3.10
+            import tomli as tomllib  # type: ignore[no-redef]
         for section, keys in tomllib.loads(Path(given["--job.config_file"]).read_text(encoding="utf-8")).items():
             for key, value in keys.items():
                 given.setdefault(f"--{section}.{key}", str(value))
@@ -161,9 +175,10 @@ def values_given(arguments: list[str]) -> dict[str, str]:
 def with_defaults(arguments: list[str], folder: Path, recent: bool) -> list[str]:
     """torchtitan's arguments: small defaults and the made files, where the caller says nothing else."""
     given = values_given(arguments)
-    flux = given.get("--module" if recent else "--model.name") == "flux"
+    model = given.get("--module" if recent else "--model.name")
+    pictures = model in PICTURED or given.get("--config", "").endswith(PICTURED_SUFFIX)
     added = []
-    for flag, value in (flags_of_0_3 if recent else flags_of_0_2)(folder, flux).items():
+    for flag, value in (flags_of_0_3 if recent else flags_of_0_2)(folder, model == "flux", pictures).items():
         if flag not in given:
             added += [flag, value] if value else [flag]
     if recent:
@@ -227,13 +242,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pretrain_torchtitan-") as name:
         folder = Path(name)
         os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
-        texts = make_text(folder / "text")
-        make_tokenizer(folder / "tokenizer", texts)
-        given = values_given(sys.argv[1:])
-        flux = "flux" in (given.get("--module"), given.get("--model.name"))
-        if flux:
-            make_pictures(folder / "pictures", texts)
-            make_encoders(folder / "encoders")
+        make_files(folder)
+        flux = "flux" in values_given(sys.argv[1:]).values()
         sys.argv[1:] = with_defaults(sys.argv[1:], folder, recent)
         add_set_timeout()
         trainer(recent, flux)()

@@ -1,0 +1,168 @@
+"""torchtitan's stock trainer on one and two NPUs, patched and as it is; its checkpoints, saved and of activations.
+
+One set of processes per number of ranks runs the trainer several times (`trainer_runs`); the tests look at what came
+out. Without a compiler torchtitan's own flex attention runs here only uncompiled, and its varlen attention not at all:
+torch has no kernel for it but CUDA's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conftest import REAL_NPU
+
+from .generation import PREVIOUS
+from .trainer_runs import Run, model_flags, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trainer")]
+
+STEPS = 5
+OPS = "rms_norm,rope,attention"
+FLAGS = f"--debug.seed 0 --training.steps {STEPS} --training.seq_len 64".split()
+LAYERS = 6  # of llama3's debug model
+
+#: Model → its flags, and the calls of each op in one step (forward, loss, backward) without activation checkpointing.
+CURRENT_MODELS = {
+    "llama3": ("llama3 llama3_debugmodel", (13, 6, 6)),
+    "llama3 varlen": ("llama3 llama3_debugmodel_varlen_attn", (13, 6, 6)),
+    "qwen3": ("qwen3 qwen3_debugmodel", (33, 8, 8)),
+    "muse_glimmer": ("muse_glimmer muse_glimmer_debugmodel", (50, 6, 8)),
+    "muse_glimmer_mm": ("muse_glimmer muse_glimmer_debugmodel_mm", (51, 9, 11)),
+    "flux": ("flux flux_debugmodel", (12, 4, 4)),
+}
+PREVIOUS_MODELS = {
+    "llama3": ("llama3 debugmodel", (13, 6, 6)),
+    "llama3 flex": ("llama3 debugmodel_flex_attn", (13, 6, 6)),
+    "llama3 varlen": ("llama3 debugmodel_varlen_attn", (13, 6, 6)),
+    "qwen3": ("qwen3 debugmodel", (33, 8, 8)),
+    "flux": ("flux flux-debug", (12, 4, 4)),
+}
+MODELS = PREVIOUS_MODELS if PREVIOUS else CURRENT_MODELS
+#: What cannot run without patches, and the model whose losses are the same.
+STAND_INS = {"llama3 varlen": "llama3 flex" if PREVIOUS else "llama3"}
+#: muse_glimmer wants `spmd_types`, which torchtitan 0.3.0 has for two ranks only with torch 2.14; the tied weights of
+#: qwen3 in 0.2.2 are refused by the FSDP of torch 2.13.
+SHARDED = ["llama3", "llama3 flex", "flux"] if PREVIOUS else ["llama3", "qwen3", "flux"]
+TENSOR_PARALLEL = ["llama3", "qwen3"]
+
+
+def flags(model, checkpointing="none", more=()):
+    family, flavor = MODELS[model][0].split()
+    if PREVIOUS:
+        option = {"selective": ["--activation_checkpoint.selective_ac_option", "op"]}.get(checkpointing, [])
+        return [*model_flags(family, flavor), *FLAGS, *more, "--activation_checkpoint.mode", checkpointing, *option]
+    return [*model_flags(family, flavor), *FLAGS, *more, f"activation_checkpoint:{checkpointing}"]
+
+
+def saving(folder):
+    """Saves everything after the last step; loads what is there before the first."""
+    everything = (
+        ["--checkpoint.last_save_model_only", "False"] if PREVIOUS else ["--checkpoint.no-last-save-model-only"]
+    )
+    dump = "--job.dump_folder" if PREVIOUS else "--dump_folder"
+    return ["--checkpoint.enable", "--checkpoint.interval", "1000", *everything, dump, str(folder)]
+
+
+def both(model, name, more=()):
+    """The two runs of a model, stock (unless it cannot run) and patched."""
+    stock = [] if model in STAND_INS else [Run(f"{name} stock", flags(model, more=more))]
+    return [*stock, Run(f"{name} patched", flags(model, more=more), OPS)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One rank: every model, and llama3 with activation checkpointing and with saved checkpoints."""
+    folder = tmp_path_factory.mktemp("alone")
+    runs = [run for model in MODELS if model != "llama3" for run in both(model, model)]
+    further = ["--training.steps", str(STEPS + 1)]
+    for name, ops, other in (("stock", None, OPS), ("patched", OPS, None)):
+        saved = saving(folder / name)
+        runs.append(Run(f"llama3 {name}", flags("llama3", more=saved), ops, trace=ops is not None, keep=True))
+        runs.append(Run(f"{name}, resumed", flags("llama3", more=[*saved, *further]), other, keep=True))
+    for mode in ("selective", "full"):
+        runs.append(Run(mode, flags("llama3", mode), OPS, trace=True, keep=True))
+    return {name: result for name, (result,) in train(folder / "files", 1, runs).items()}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two ranks: parameters sharded by FSDP2, and tensor parallelism with sequence parallelism."""
+    if REAL_NPU and torch.npu.device_count() < 2:
+        pytest.skip("needs two NPUs")
+    backend = [] if PREVIOUS else ["--parallelism.spmd_backend", "partial_dtensor"]
+    split = [*backend, "--parallelism.tensor_parallel_degree", "2"]
+    runs = [run for model in SHARDED for run in both(model, f"{model} sharded", backend)]
+    runs += [run for model in TENSOR_PARALLEL for run in both(model, f"{model} split", split)]
+    return train(tmp_path_factory.mktemp("pair"), 2, runs)
+
+
+def assert_same_course(stock, patched, per_step):
+    """The same losses; every call of every op ran the fused operator."""
+    assert patched.steps == stock.steps == list(range(1, STEPS + 1))
+    assert patched.losses[0] == pytest.approx(stock.losses[0], rel=1e-4)
+    assert patched.grad_norms[0] == pytest.approx(stock.grad_norms[0], rel=1e-2)
+    assert patched.losses == pytest.approx(stock.losses, rel=1e-3)
+    assert (stock.hits, stock.fallbacks) == ({}, {})
+    assert patched.hits == {op: STEPS * number for op, number in zip(OPS.split(","), per_step, strict=True)}
+    assert patched.fallbacks == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_trains_as_without_patches(alone, model):
+    stock = alone[f"{STAND_INS.get(model, model)} stock"]
+    assert_same_course(stock, alone[f"{model} patched"], MODELS[model][1])
+
+
+@pytest.mark.parametrize("model", SHARDED)
+def test_sharded_parameters_train_as_without_patches(pair, model):
+    for stock, patched in zip(pair[f"{model} sharded stock"], pair[f"{model} sharded patched"], strict=True):
+        assert_same_course(stock, patched, MODELS[model][1])
+
+
+@pytest.mark.parametrize("model", TENSOR_PARALLEL)
+def test_tensor_parallel_ranks_compute_dtensors_by_fused_operators(pair, model):
+    for stock, patched in zip(pair[f"{model} split stock"], pair[f"{model} split patched"], strict=True):
+        assert_same_course(stock, patched, MODELS[model][1])
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_gives_identical_gradients(alone, mode):
+    plain, checkpointed = alone["llama3 patched"], alone[mode]
+    assert checkpointed.losses == plain.losses
+    expected, found = plain.tensors["gradients"], checkpointed.tensors["gradients"]
+    assert len(expected) == len(found) == STEPS
+    for step in range(STEPS):
+        assert all(torch.equal(a, b) for a, b in zip(expected[step], found[step], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_each_fused_operator_runs_as_often_as_the_checkpointing_policy_says(alone, mode):
+    """Whole blocks run again in the backward pass; selective checkpointing keeps what attention computed."""
+    result = alone["llama3 patched" if mode == "none" else mode]
+    again = 0 if mode == "none" else 1
+    kept = mode == "selective"
+    per_step = {
+        "npu.npu_rms_norm": 2 * LAYERS * (1 + again) + 1,
+        "npu.npu_rms_norm_backward": 2 * LAYERS + 1,
+        "npu.npu_rotary_mul": LAYERS * (2 + again),  # the backward pass is the same operator
+        "npu.npu_fusion_attention": LAYERS * (1 if kept else 1 + again),
+        "npu.npu_fusion_attention_grad": LAYERS,
+    }
+    assert result.launches == {op: STEPS * number for op, number in per_step.items()}
+    calls = {"rms_norm": 2 * LAYERS * (1 + again) + 1, "rope": LAYERS * (1 + again), "attention": LAYERS * (1 + again)}
+    assert result.hits == {op: STEPS * number for op, number in calls.items()}
+
+
+@pytest.mark.parametrize("writer", ["stock", "patched"])
+def test_a_checkpoint_loads_on_the_other_side_with_identical_parameters(alone, writer):
+    saved, resumed = alone[f"llama3 {writer}"].tensors["parameters"], alone[f"{writer}, resumed"]
+    loaded = resumed.tensors["loaded"]
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert resumed.steps == [STEPS + 1]
+    assert bool(resumed.hits) is (writer == "stock")
+
+
+def test_training_goes_on_alike_from_the_checkpoint_of_either(alone):
+    assert alone["patched, resumed"].losses == pytest.approx(alone["stock, resumed"].losses, rel=1e-3)
