@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from .models import BATCH, LENGTH
 
@@ -35,9 +36,12 @@ def build(
 
     set_spmd_backend("partial_dtensor")
     registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
-    options = {"attn_backend": backend, "moe_comm_backend": "standard"}
-    taken = inspect.signature(registry).parameters
-    config = registry(flavor, **{name: x for name, x in options.items() if x is not None and name in taken}).model
+    parameters, options = inspect.signature(registry).parameters, {}
+    if backend is not None and "attn_backend" in parameters:
+        options["attn_backend"] = backend
+    if "moe_comm_backend" in parameters and parameters["moe_comm_backend"].default is inspect.Parameter.empty:
+        options["moe_comm_backend"] = "standard"
+    config = registry(flavor, **options).model
     for layer in getattr(config, "layers", ()):
         if getattr(getattr(layer, "attention", None), "rope", None) is not None:
             layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=length)
@@ -113,11 +117,9 @@ def loss_of(
 
 
 @contextlib.contextmanager
-def uncompiled_pictures() -> Iterator[None]:
+def uncompiled_pictures(builder: Callable[..., Any] = create_block_mask) -> Iterator[None]:
     """Inside: the mask builders of vision encoders run eagerly."""
     import sys
-
-    from torch.nn.attention.flex_attention import create_block_mask
 
     held = [
         (module, vars(module)["compiled_create_block_mask"])
@@ -125,7 +127,7 @@ def uncompiled_pictures() -> Iterator[None]:
         if name.startswith("torchtitan.models.") and "compiled_create_block_mask" in vars(module)
     ]
     for module, _ in held:
-        module.compiled_create_block_mask = create_block_mask
+        module.compiled_create_block_mask = builder
     try:
         yield
     finally:
