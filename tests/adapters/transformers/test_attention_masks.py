@@ -14,6 +14,7 @@ import npu_patch
 import npu_patch.simulator
 from npu_patch.adapters.transformers import mask_functions, masks
 
+from . import tiny
 from .call import create_mask, takes_positions
 
 WINDOW = 4
@@ -224,6 +225,23 @@ def test_a_static_caches_tensor_offset_is_left_alone(builders):
         mask = create_mask(builders.create_causal_mask, config("eager"), embeddings(2), None, cache)
     assert trace.host_syncs == 0
     assert meaning(mask) is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+def test_the_number_of_waits_does_not_depend_on_the_number_of_layers(builders, kind):
+    ids, found = tiny.tokens(), []
+    for layers in (1, 4):
+        model, given = tiny.any_model("llama", num_hidden_layers=layers), {}
+        if kind == "padded":
+            given["attention_mask"] = (ids != ids[0, 0]).long()
+        if kind == "packed":
+            given["position_ids"] = packed([8, 12], [20])
+        before = npu_patch.status().hits("attention")
+        with npu_patch.simulator.trace() as trace:
+            model(input_ids=ids, use_cache=False, **given)
+        assert npu_patch.status().hits("attention") - before == layers
+        found.append(trace.host_syncs)
+    assert found[0] == found[1] <= 2
 
 
 def test_nothing_is_remembered_of_tensors_that_are_gone(builders):

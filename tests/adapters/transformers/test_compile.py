@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import pytest
@@ -75,8 +76,10 @@ def test_a_compiled_decoding_step_with_a_static_cache_gives_the_same_tokens():
             logits = built(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
             taken = [logits.argmax(-1)]
             for position in range(12, 16):
-                place = torch.full((2, 1), position, device="npu")
-                output = forward(input_ids=taken[-1], past_key_values=cache, position_ids=place, use_cache=True)
+                given = {"position_ids": torch.full((2, 1), position, device="npu"), "past_key_values": cache}
+                if "cache_position" in inspect.signature(built.forward).parameters:  # as `generate` hands it over
+                    given["cache_position"] = torch.tensor([position], device="npu")
+                output = forward(input_ids=taken[-1], use_cache=True, **given)
                 taken.append(output.logits.argmax(-1))
         return torch.cat(taken, 1)
 
