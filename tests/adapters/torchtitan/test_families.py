@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
+import types
 
 import pytest
 import torch
@@ -214,3 +217,47 @@ def test_windows_are_the_layers_own():
             assert torch.equal(changed[:, 148:], outputs[backend][:, 148:])
             assert not torch.equal(changed[:, 140:147], outputs[backend][:, 140:147])
     assert torch.equal(outputs["flex"], outputs["varlen"])
+
+
+# ---- qwen3_5 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def qwen3_5(monkeypatch):
+    """The debug model with something else for its recurrent layers, whose kernels are a package of their own."""
+    names = ("modules.conv.triton.ops", "ops.gated_delta_rule.chunk", "ops.gated_delta_rule.fused_recurrent")
+    held = ("CausalConv1dFunction", "ChunkGatedDeltaRuleFunction", "FusedRecurrentFunction")
+    functions = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    before = set(sys.modules)
+    for name, attribute in zip(names, held, strict=True):
+        parts = f"fla.{name}".split(".")
+        for i in range(len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), types.ModuleType(parts[i]))
+        setattr(sys.modules[f"fla.{name}"], attribute, type(attribute, (torch.autograd.Function,), {}))
+    rule = types.ModuleType("fla.ops.gated_delta_rule")
+    for function in functions:
+        setattr(rule, function, None)
+    rule.chunk = sys.modules["fla.ops.gated_delta_rule.chunk"]
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", rule)
+    model_code = importlib.import_module("torchtitan.models.qwen3_5.model")
+
+    def recurrent(self, x, attention_masks=None):
+        return torch.tanh(x)
+
+    monkeypatch.setattr(model_code.GatedDeltaNet, "forward", recurrent)
+    subject = families.build("qwen3_5", change=lambda config: None)
+    yield subject
+    for name in set(sys.modules) - before:
+        if name.startswith(("torchtitan.models.qwen3_5", "fla")):
+            del sys.modules[name]
+
+
+def test_qwen3_5_computes_the_same_in_float32(qwen3_5):
+    loss = families.loss_of(qwen3_5, packed_positions(*ROWS), PICTURES)
+    with eager():
+        expected = training_step(qwen3_5, loss)
+    with npu_patch.scope("attention"), uncompilable():
+        counts = Counts()
+        patched = training_step(qwen3_5, loss)
+        assert counts.take("attention") == (2 + 4, {})
+    assert_same_training(expected, patched)
