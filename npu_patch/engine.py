@@ -221,7 +221,9 @@ class Patcher:
                     return
                 try:
                     found = list(registry.load(finder)(module))
-                except (Exception, SystemExit):  # foreign code was run
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:  # foreign code was run
                     log.exception("npu_patch: %s could not be examined for %r", name, op)
                     found = []
                 with self._lock:

@@ -47,6 +47,10 @@ class Record:
             return not self.installed.fits() if not self.on else self.installed.gone()
         return wanted and holds(self.found, module) is not self.recognised
 
+    def _changed(self) -> Any:
+        """A part of what was recognised that somebody has replaced since."""
+        return next((part for part in getattr(self.found, "parts", ()) if part.changed()), None)
+
     def follows(self, other: Record) -> bool:
         """Whether this is another name for the function of the other place, which is rebound together with it.
 
@@ -66,7 +70,9 @@ class Record:
         """Whether it should be installed, its op being on or not."""
         if isinstance(self.found, Unrecognised):
             return enabled and strict
-        return enabled and (not self.found.only_if or bool(options[self.found.only_if]))
+        if not enabled or (self.found.only_if and not options[self.found.only_if]):
+            return False
+        return self._changed() is None
 
     def row(self, enabled: bool) -> Row:
         """The place as users see it; `enabled`: whether its op is on."""
@@ -88,6 +94,8 @@ class Record:
             return "unrecognised", self.found.reason
         if self.problem:
             return ("missing" if self.missing else "unrecognised"), self.problem
+        if enabled and (part := self._changed()) is not None:
+            return "overridden", f"{part.name}, which it calls, was replaced by {_describe(part.current())}"
         if self.installed is None or not self.installed.on:
             if enabled and self.found.only_if:
                 return "off", f"needs the option {self.found.only_if}: {self.found.op}:{self.found.only_if}=1"

@@ -6,16 +6,19 @@ Nothing here knows a model library, an operator or a model name.  A recogniser t
 
 from __future__ import annotations
 
-from .bracket import NotRecognised
+from .bracket import NotRecognised, foreign_code
 from .gated_norms import recognise_gated_norm
 from .norms import NormMeaning, is_norm_class, recognise_norm, says_rms
+from .outside import joined
 from .rotary import RotaryMeaning, recognise_rotary
 
 __all__ = [
     "NormMeaning",
     "NotRecognised",
     "RotaryMeaning",
+    "foreign_code",
     "is_norm_class",
+    "joined",
     "recognise_gated_norm",
     "recognise_norm",
     "recognise_rotary",

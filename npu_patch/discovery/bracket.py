@@ -19,6 +19,37 @@ class Signal(BaseException):
     """Raised through a probed function; not an Exception, so that the function cannot swallow it."""
 
 
+def failure(error: BaseException) -> NotRecognised:
+    """What an error of foreign code means for recognising it: also one that is meant to end the process.
+
+    Raises:
+        KeyboardInterrupt, Signal, NotRecognised: the error itself, if it is one of these.
+    """
+    if isinstance(error, (KeyboardInterrupt, Signal, NotRecognised)):
+        raise error
+    try:
+        text = str(error)[:80]
+    except Exception:
+        text = ""
+    return NotRecognised(f"fails on a small input: {type(error).__name__}: {text}")
+
+
+@contextlib.contextmanager
+def foreign_code() -> Iterator[None]:
+    """Inside: whatever is raised, but for an interrupt, becomes NotRecognised.
+
+    Classes may have a metaclass that raises where nobody expects it, or a forward that leaves the process.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, NotRecognised):
+        raise
+    except Signal as error:
+        raise NotRecognised(f"fails on a small input: {error}") from None
+    except BaseException as error:
+        raise failure(error) from None
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Inside: CPU tensors, float32 by default, autograd on; no mode, no autocast, no inference mode, no warnings.

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .bracket import NotRecognised, no_random_draws, quiet
+from .attributes import Role, options
+from .bracket import NotRecognised, foreign_code, no_random_draws, quiet
 from .norm_meaning import NormMeaning
 from .norm_probes import GATED, Probe, gated_probes
-from .norms import Role, Search, forward_of, options
+from .norms import Search, forward_of
 
 _ACTIVATION_NAMES = ("silu", "swish", "sigmoid")
 
 
+@foreign_code()
 def recognise_gated_norm(cls: type) -> tuple[NormMeaning, ...]:
     """Every meaning of `cls.forward(input, gate)`; the formula is a name in `GATED`.
 

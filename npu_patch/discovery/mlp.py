@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bracket import NotRecognised, no_random_draws, plain, quiet, same
+from .bracket import NotRecognised, foreign_code, no_random_draws, plain, quiet, same
+from .branches import Settled, check_branches
 from .mlp_parts import Probe, Run, between_module, execute, probes
+from .outside import Part, parts_of
+from .watch import Watch
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -33,6 +36,7 @@ class GatedMeaning:
         function: the activation where it is no attribute: "silu", "gelu", "gelu_tanh".
         between: attributes of modules that are called on the product.
         down: attribute of the module whose result is returned.
+        parts: other functions of the library that took part.
     """
 
     projections: tuple[str, ...]
@@ -41,6 +45,7 @@ class GatedMeaning:
     function: str | None
     between: tuple[str, ...]
     down: str
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
     @property
     def packed(self) -> bool:
@@ -73,6 +78,7 @@ def recognise_activation(function: Callable[[Tensor], Tensor]) -> str | None:
     return None
 
 
+@foreign_code()
 def recognise_gated_mlp(cls: type) -> GatedMeaning:
     """What `cls.forward` computes, found by running it on a stand-in whose sub-modules take down what they get.
 
@@ -91,12 +97,15 @@ def recognise_gated_mlp(cls: type) -> GatedMeaning:
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & 0x2C or not 3 <= len(code.co_names) <= 24:
         raise NotGated("its forward takes more than one tensor")
     with quiet(), no_random_draws():
+        watch = Watch(str(forward.__module__))
+        watched = functools.partial(watch.run, forward)
         meaning = _find(cls, forward)
         _check_that_all_are_needed(cls, forward, meaning)
         for probe in probes():
             for activation in (torch.sin, F.silu):
-                _compare(cls, forward, meaning, probe, activation)
-    return meaning
+                _compare(cls, watched, meaning, probe, activation)
+        check_branches(watch, Settled())
+        return replace(meaning, parts=parts_of(watch))
 
 
 def _find(cls: type, forward: Callable[..., Any]) -> GatedMeaning:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .bracket import NotRecognised
+from .bracket import NotRecognised, failure
 from .standin import Refused, StandIn, UnknownAttribute, record
 
 _HIDDEN, _INNER = 6, 5
@@ -180,8 +180,8 @@ def execute(cls: type, forward: Callable[..., Any], run: Run, none: str | None =
         raise NotRecognised(str(refused)) from None
     except UnknownAttribute as unknown:
         raise NotRecognised(f"reads {unknown.name} of its class") from None
-    except Exception as error:
-        raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+    except BaseException as error:
+        raise failure(error) from None
     if run.probe.x._version != version:
         probes.cache_clear()
         raise NotRecognised("modifies its input")

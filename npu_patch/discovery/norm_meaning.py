@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .outside import Part
+
 
 @dataclass(frozen=True)
 class NormMeaning:
@@ -28,6 +30,7 @@ class NormMeaning:
         gain: attribute of the number that is added to the weight.
         groups: attributes that say in how many "groups" of channels it normalises, or of which "group size".
         methods: (name, function) of the class's own methods that took part.
+        parts: these methods, and other functions of the library that took part.
     """
 
     formula: str
@@ -40,6 +43,7 @@ class NormMeaning:
     groups: tuple[tuple[str, str], ...] = ()
     gain: str | None = None
     methods: tuple[tuple[str, Any], ...] = ()
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         text = self.formula if self.gain is None else f"fp32 with {self.weight} + {self.gain}"
@@ -57,7 +61,7 @@ def is_norm_class(value: object, module: str) -> bool:
     return value.__name__.lower().endswith("norm") or says_rms(value)
 
 
-def says_rms(cls: type) -> bool:
-    """Whether the name promises a root-mean-square norm, so that not recognising it is worth saying."""
-    name = cls.__name__.lower()
+def says_rms(cls: type | str) -> bool:
+    """Whether a class, or a name, promises a root-mean-square norm, so that not recognising it is worth saying."""
+    name = (cls if isinstance(cls, str) else cls.__name__).lower()
     return "rmsnorm" in name or "l2norm" in name

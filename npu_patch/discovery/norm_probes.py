@@ -34,18 +34,48 @@ class Expected:
     gradients: Gradients
 
 
+_SCALES = (0.0, 1e-4, 1e4)
+_FURTHER = (*_SCALES, 1e-6, 1e12)
+
+
 class Probe:
-    """One input with its own epsilon, and what each formula makes of it."""
+    """One input with its own epsilon, and what each formula makes of it.
+
+    Args:
+        seed: of the numbers.
+        shape: of the input; its first rows are multiplied by 0, 1e-4 and 1e4.
+        eps: epsilon.
+        x_dtype: of the input.
+        w_dtype: of the weight.
+        backward: it gets a gradient.
+        extreme: further rows of 1e-6, 1e12, infinity and NaN.
+        strided: the input is a view of which the second and third dimension were exchanged.
+        records: autograd is on.
+    """
 
     def __init__(
-        self, seed: int, shape: tuple[int, ...], eps: float, x_dtype: torch.dtype, w_dtype: torch.dtype, backward: bool
+        self,
+        seed: int,
+        shape: tuple[int, ...],
+        eps: float,
+        x_dtype: torch.dtype,
+        w_dtype: torch.dtype,
+        backward: bool,
+        extreme: bool = False,
+        strided: bool = False,
+        records: bool = True,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(shape, generator=generator) * 2
         rows = x.view(-1, shape[-1])
-        for row, scale in enumerate((0.0, 1e-4, 1e4)):
-            rows[row] *= scale
+        for row, scale in zip(rows, _FURTHER if extreme else _SCALES, strict=False):
+            row *= scale
+        if extreme:
+            rows[-1, 1], rows[-2, 2] = torch.nan, torch.inf
+        if strided:
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
         weight = torch.randn(shape[-1], generator=generator) * 0.5 + 0.3
+        self.extreme, self.records = extreme, records
         self.x = x.to(x_dtype).requires_grad_(backward)
         self.weight = weight.to(w_dtype).requires_grad_(backward)
         self.gradient = torch.randn(shape, generator=generator)
@@ -86,13 +116,15 @@ def probes() -> tuple[Probe, ...]:
     return (
         Probe(1, (2, 3, 16), 1.7e-3, full, full, True),
         Probe(2, (2, 3, 4, 24), 3.1e-2, brain, brain, True),
-        Probe(3, (5, 640), 2.3e-5, full, full, False),
-        Probe(4, (4, 384), 6.1e-6, brain, brain, False),
+        Probe(3, (8, 640), 1e-11, full, full, False, extreme=True),
+        Probe(4, (2, 1, 2, 1, 384), 6.1e-6, brain, brain, False),
         Probe(5, (2, 3, 40), 1.3e-3, half, half, False),
         Probe(6, (2, 2, 8), 4.7e-3, brain, full, False),
         Probe(7, (2, 2, 8), 5.3e-3, full, brain, False),
         Probe(8, (2, 2, 8), 4.1e-3, half, full, False),
         Probe(9, (2, 2, 8), 5.9e-3, full, half, False),
+        Probe(10, (24,), 2.3e-5, full, full, False, records=False),
+        Probe(11, (2, 3, 2, 4112), 3.7e-4, full, full, False, strided=True),
     )
 
 
@@ -161,9 +193,16 @@ class GatedProbe(Probe):
     """An input with a gate, for two groups of channels."""
 
     def __init__(
-        self, seed: int, shape: tuple[int, ...], eps: float, x_dtype: torch.dtype, w_dtype: torch.dtype, backward: bool
+        self,
+        seed: int,
+        shape: tuple[int, ...],
+        eps: float,
+        x_dtype: torch.dtype,
+        w_dtype: torch.dtype,
+        backward: bool,
+        **kinds: bool,
     ) -> None:
-        super().__init__(seed, shape, eps, x_dtype, w_dtype, backward)
+        super().__init__(seed, shape, eps, x_dtype, w_dtype, backward, **kinds)
         generator = torch.Generator().manual_seed(100 + seed)
         self.groups = 2
         self.gate = (torch.randn(shape, generator=generator) * 3).to(x_dtype).requires_grad_(backward)
@@ -182,7 +221,7 @@ def gated_probes() -> tuple[GatedProbe, ...]:
     return (
         GatedProbe(1, (2, 3, 16), 1.7e-3, full, full, True),
         GatedProbe(2, (2, 5, 24), 3.1e-2, brain, brain, True),
-        GatedProbe(3, (7, 384), 2.3e-5, full, full, False),
+        GatedProbe(3, (7, 384), 1e-11, full, full, False, records=False),
         GatedProbe(4, (4, 640), 6.1e-6, brain, brain, False),
         GatedProbe(5, (4, 1, 32), 6.1e-6, brain, brain, False),
         GatedProbe(6, (2, 3, 40), 1.3e-3, half, half, False),

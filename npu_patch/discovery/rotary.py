@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from .bracket import NotRecognised, no_random_draws, plain, quiet, same
+from .bracket import NotRecognised, failure, foreign_code, no_random_draws, plain, quiet, same
+from .branches import Settled, check_branches
+from .outside import Part, parts_of
 from .rotary_forms import Form, forms, merge_sections
 from .rotary_probes import HALF_WIDTH, HEAD, TABLES, Dtypes, Formula, Probe, deinterleaved, formulas, probe
+from .watch import Watch
 
 __all__ = ["HALF_WIDTH", "TABLES", "RotaryMeaning", "deinterleaved", "merge_sections", "recognise_rotary"]
 
@@ -32,6 +36,7 @@ class RotaryMeaning:
         tensors: how many tensors are rotated, 1 or 2.
         dims: where the tables get a dimension: the values that were tried, or the only one.
         results: (dtype of the tensors, dtype of the tables) → dtype of the result.
+        parts: other functions of the library that took part.
     """
 
     form: str
@@ -43,6 +48,7 @@ class RotaryMeaning:
     tensors: int
     dims: tuple[int, ...]
     results: Mapping[Dtypes, torch.dtype] = field(compare=False)
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         text = {"half": "half", "interleave": "interleaved", "deinterleave": "interleaved in, half out"}[self.mode]
@@ -65,8 +71,11 @@ _FORMS = {
 }
 
 
+@foreign_code()
 def recognise_rotary(function: object) -> RotaryMeaning:
     """The meaning of a function, tried in three dtypes with tables of unequal halves that differ by sample.
+
+    What it branches on must go both ways, or be a parameter that is None or not.
 
     Raises:
         NotRecognised: it equals no known rotation.
@@ -81,7 +90,10 @@ def recognise_rotary(function: object) -> RotaryMeaning:
         reasons = []
         for form in forms(names, defaults, keywords=bool(code.co_flags & 0x08)):
             try:
-                return _recognise(original, form)
+                watch = Watch(str(original.__module__))
+                meaning = _recognise(partial(watch.run, original), form)
+                check_branches(watch, Settled(parameters=frozenset((code,))))
+                return replace(meaning, parts=parts_of(watch))
             except NotRecognised as error:
                 reasons.append(str(error))
     known = [reason for reason in reasons if not reason.startswith("fails")]
@@ -103,8 +115,8 @@ class _Fails(NotRecognised):
     """The function raised: it does not take such shapes."""
 
 
-def _probe(form: Form, dim: int, width: int, dtypes: Dtypes = _DTYPES[0]) -> Probe:
-    return probe(dim, width, dtypes, form.shared, form.angles)
+def _probe(form: Form, dim: int, width: int, dtypes: Dtypes = _DTYPES[0], wide: bool = False) -> Probe:
+    return probe(dim, width, dtypes, form.shared, form.angles, wide)
 
 
 def _recognise(original: Callable[..., Any], form: Form) -> RotaryMeaning:
@@ -151,6 +163,10 @@ def _confirm(
                 raise NotRecognised("rotates its tensors in different dtypes")
             results[dtypes] = outputs[0].dtype
     formula = known[0]
+    with torch.no_grad():
+        wide = _probe(form, dims[0], width, wide=True)
+        if not _equal(_run(original, form, wide), wide, formula):
+            raise NotRecognised("computes something else for wide heads, large numbers or without a gradient")
     _check_gradients(original, form, _probe(form, dims[0], width), formula)
     if _in_float64(_run(original, form, _probe(form, dims[0], width)), _probe(form, dims[0], width), formula):
         raise NotRecognised("computes in float64")
@@ -181,10 +197,8 @@ def _run(original: Callable[..., Any], form: Form, inputs: Probe) -> tuple[torch
     versions = [x._version for x in args]
     try:
         result = form.call(original, tensors, inputs.cos, inputs.sin, inputs.dim)
-    except NotRecognised:
-        raise
-    except Exception as error:
-        raise _Fails(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+    except BaseException as error:
+        raise _Fails(str(failure(error))) from None
     if [x._version for x in args] != versions:
         probe.cache_clear()
         raise NotRecognised("modifies its input")
@@ -200,7 +214,7 @@ def _equal(outputs: tuple[torch.Tensor, ...], inputs: Probe, formula: Formula) -
     """Whether the outputs are this rotation, computed in the promoted dtype or in float32."""
     for wide in (False, True):
         expected = inputs.expected(formula, wide)
-        if all(same(y, x.to(y.dtype)) for y, x in zip(outputs, expected, strict=False)):
+        if all(same(y, x.to(y.dtype), loose=inputs.wide) for y, x in zip(outputs, expected, strict=False)):
             return True
     return False
 

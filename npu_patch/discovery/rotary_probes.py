@@ -74,6 +74,8 @@ def formulas(full_width: bool) -> list[Formula]:
 
 
 HEAD = 12
+WIDER = 12
+_SCALES = (0.0, 1e-4, 1e4, 1e-6, 1e12)
 
 
 class Probe:
@@ -85,18 +87,25 @@ class Probe:
         dtypes: of tensors and tables.
         shared: all samples have the same table.
         unit: cos² + sin² is 1, as for the cosine and sine of an angle.
+        wide: heads and tables are 12 times as wide, and some rows are multiplied by numbers from 0 to 1e12.
     """
 
-    def __init__(self, dim: int, width: int, dtypes: Dtypes, shared: bool, unit: bool) -> None:
+    def __init__(self, dim: int, width: int, dtypes: Dtypes, shared: bool, unit: bool, wide: bool) -> None:
         generator = torch.Generator().manual_seed(100 * width + dim)
+        head, width = (HEAD * WIDER, width * WIDER) if wide else (HEAD, width)
         shapes: dict[int, list[tuple[int, ...]]] = {
-            1: [(2, n, 5, HEAD) for n in (3, 2)],
-            2: [(2, 5, n, HEAD) for n in (3, 2)],
+            1: [(2, n, 5, head) for n in (3, 2)],
+            2: [(2, 5, n, head) for n in (3, 2)],
         }
-        shapes[-2] = [(5, n, HEAD) for n in (3, 2)]
+        shapes[-2] = [(5, n, head) for n in (3, 2)]
         table = (5, width) if dim == -2 else (1 if shared else 2, 5, width)
         self.dim = dim
-        self.tensors = [torch.randn(s, generator=generator).to(dtypes[0]).requires_grad_() for s in shapes[dim]]
+        self.wide = wide
+        tensors = [torch.randn(s, generator=generator) for s in shapes[dim]]
+        for t in tensors if wide else ():
+            for row, scale in zip(t.view(-1, head), _SCALES, strict=False):
+                row *= scale
+        self.tensors = [t.to(dtypes[0]).requires_grad_() for t in tensors]
         cos, sin = ((torch.rand(table, generator=generator) * 2.4 - 1.2) for _ in range(2))
         if unit:
             angles = torch.atan2(sin, cos)
@@ -117,5 +126,5 @@ class Probe:
 
 
 @functools.cache
-def probe(dim: int, width: int, dtypes: Dtypes, shared: bool = False, unit: bool = False) -> Probe:
-    return Probe(dim, width, dtypes, shared, unit)
+def probe(dim: int, width: int, dtypes: Dtypes, shared: bool = False, unit: bool = False, wide: bool = False) -> Probe:
+    return Probe(dim, width, dtypes, shared, unit, wide)

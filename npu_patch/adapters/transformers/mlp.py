@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...discovery import NotRecognised, is_norm_class
+from ...discovery import NotRecognised, foreign_code, is_norm_class
 from ...discovery.mlp import GatedMeaning, NotGated, recognise_gated_mlp
 from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
@@ -29,20 +29,28 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The gated MLP classes that a module defines."""
     learn()
     for name, cls in list(vars(module).items()):
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__ != module.__name__:
-            continue
-        if "forward" not in vars(cls) or is_norm_class(cls, module.__name__):
-            continue
-        path = f"{name}.forward"
         try:
-            meaning = recognise_gated_mlp(cls)
-        except Exception as error:  # foreign code was run
-            if _says_gated(cls, not isinstance(error, NotGated)):
-                reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
-                yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
+            with foreign_code():
+                found = _look(module.__name__, cls, f"{name}.forward")
+        except NotRecognised:  # a class that cannot even be looked at
             continue
-        only_if = "" if meaning.packed else _SEPARATE
-        yield Target(_OP, LIBRARY, module.__name__, path, adapter(meaning), str(meaning), only_if=only_if)
+        if found is not None:
+            yield found
+
+
+def _look(module: str, cls: Any, path: str) -> Target | Unrecognised | None:
+    """What a class of a module is; None if it does not look like a gated MLP."""
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__ != module:
+        return None
+    if "forward" not in vars(cls) or is_norm_class(cls, module):
+        return None
+    try:
+        meaning = recognise_gated_mlp(cls)
+    except NotRecognised as error:
+        says = _says_gated(cls, not isinstance(error, NotGated))
+        return Unrecognised(_OP, LIBRARY, module, path, str(error)) if says else None
+    only_if = "" if meaning.packed else _SEPARATE
+    return Target(_OP, LIBRARY, module, path, adapter(meaning), str(meaning), only_if=only_if, parts=meaning.parts)
 
 
 def _says_gated(cls: type, looks_gated: bool) -> bool:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ...discovery import NormMeaning, NotRecognised, is_norm_class, recognise_gated_norm, recognise_norm, says_rms
+from ...discovery import (
+    NormMeaning,
+    NotRecognised,
+    foreign_code,
+    is_norm_class,
+    joined,
+    recognise_gated_norm,
+    recognise_norm,
+    says_rms,
+)
 from ...ops import rms_norm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
@@ -26,21 +35,31 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The root-mean-square norm classes that a module defines."""
     for name, cls in list(vars(module).items()):
         path = f"{name}.forward"
-        if isinstance(cls, type) and issubclass(cls, nn.Module) and foreign(cls) and "rmsnorm" in name.lower():
-            reason = f"{cls.__module__}.{cls.__qualname__} is in its place"
-            yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
-            continue
-        if not is_norm_class(cls, module.__name__) or _inherits(cls):
-            continue
         try:
-            meanings, factory = _recognise(cls)
-        except Exception as error:  # foreign code was run
-            if says_rms(cls):
-                reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
-                yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
+            with foreign_code():
+                target = _look(module.__name__, name, cls, path)
+        except NotRecognised as error:
+            if says_rms(name):
+                yield Unrecognised(_OP, LIBRARY, module.__name__, path, str(error))
             continue
-        text = " | ".join(dict.fromkeys(map(str, meanings)))
-        yield Target(_OP, LIBRARY, module.__name__, path, factory, text)
+        if target is not None:
+            yield target
+
+
+def _look(module: str, name: str, cls: Any, path: str) -> Target | None:
+    """The target that something in a module is; None if it is no norm of that module.
+
+    Raises:
+        NotRecognised: it computes something else.
+    """
+    if isinstance(cls, type) and issubclass(cls, nn.Module) and foreign(cls) and "rmsnorm" in name.lower():
+        raise NotRecognised(f"{cls.__module__}.{cls.__qualname__} is in its place")
+    if not is_norm_class(cls, module) or _inherits(cls):
+        return None
+    meanings, factory = _recognise(cls)
+    text = " | ".join(dict.fromkeys(map(str, meanings)))
+    parts = joined(part for meaning in meanings for part in meaning.parts)
+    return Target(_OP, LIBRARY, module, path, factory, text, parts=parts)
 
 
 def _recognise(cls: type) -> tuple[tuple[NormMeaning, ...], Factory]:

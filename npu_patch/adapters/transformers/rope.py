@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ...discovery import NotRecognised, RotaryMeaning, recognise_rotary
+from ...discovery import NotRecognised, RotaryMeaning, foreign_code, recognise_rotary
 from ...discovery.rotary import HALF_WIDTH, TABLES, deinterleaved
 from ...ops import rope as op
 from ...ops.guards import FUNCTORCH, subclass_reason, transforming
@@ -29,21 +29,39 @@ _NAMES = re.compile(r"apply.*(rotary|rope)|rotary_pos_emb")
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The rope functions that a module defines, and the methods that look like one."""
     for name, value in list(vars(module).items()):
-        if isinstance(value, type):
-            yield from _methods(module, name, value)
-            continue
-        if not _NAMES.search(name) or not callable(value):
-            continue
-        if getattr(value, "__module__", None) != module.__name__ and not foreign(value):
-            continue  # another modeling file's
         try:
-            meaning = recognise_rotary(_inside(value))
-            factory = adapter(meaning)
-        except Exception as error:  # foreign code was run
-            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
-            yield Unrecognised(_OP, LIBRARY, module.__name__, name, reason)
-            continue
-        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), (LIBRARY, REMOTE), objects=True)
+            with foreign_code():
+                found = _look(module, name, value)
+        except NotRecognised as error:
+            found = [Unrecognised(_OP, LIBRARY, module.__name__, name, str(error))] if _NAMES.search(name) else []
+        yield from found
+
+
+def _look(module: ModuleType, name: str, value: Any) -> list[Target | Unrecognised]:
+    """The targets that something in a module is.
+
+    Raises:
+        NotRecognised: it is a function that computes something else.
+    """
+    if isinstance(value, type):
+        return list(_methods(module, name, value))
+    if not _NAMES.search(name) or not callable(value):
+        return []
+    if getattr(value, "__module__", None) != module.__name__ and not foreign(value):
+        return []  # another modeling file's
+    meaning = recognise_rotary(_inside(value))
+    target = Target(
+        _OP,
+        LIBRARY,
+        module.__name__,
+        name,
+        adapter(meaning),
+        str(meaning),
+        rebind=(LIBRARY, REMOTE),
+        objects=True,
+        parts=meaning.parts,
+    )
+    return [target]
 
 
 def _inside(value: Any) -> Any:

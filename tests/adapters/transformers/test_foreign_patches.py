@@ -126,8 +126,10 @@ def test_a_wrapper_around_ours_is_reported_and_ours_is_reached(patcher: Patcher)
 
 
 def test_a_forward_that_was_assigned_before_is_built_upon_where_it_computes_the_same(patcher: Patcher) -> None:
-    count = Count()
-    theirs = modeling.Qwen3RMSNorm.forward = liger_like(count)
+    def liger_forward(self, hidden_states):
+        return STOCK_NORM(self, hidden_states)
+
+    theirs = modeling.Qwen3RMSNorm.forward = liger_forward
     theirs.__module__ = "liger_kernel.transformers.rms_norm"
     on(patcher)
     run(tiny())
@@ -136,6 +138,18 @@ def test_a_forward_that_was_assigned_before_is_built_upon_where_it_computes_the_
     assert found.reason.startswith("on top of liger_kernel")
     patcher.clear()
     assert modeling.Qwen3RMSNorm.forward is theirs
+
+
+def test_a_forward_that_was_assigned_before_and_counts_its_calls_is_left_with_a_reason(patcher: Patcher) -> None:
+    count = Count()
+    modeling.Qwen3RMSNorm.forward = liger_like(count)
+    on(patcher)
+    run(tiny())
+    assert (row(patcher, NORM).state, row(patcher, NORM).reason) == (
+        "unrecognised",
+        "reads count, a Count that may change",
+    )
+    assert count.calls > CALLS  # the probe's among them
 
 
 def test_a_forward_that_was_assigned_before_and_needs_its_own_device_is_left_with_a_reason(patcher: Patcher) -> None:
@@ -165,7 +179,10 @@ def test_a_function_that_is_assigned_afterwards_wins_and_stays(patcher: Patcher)
 
 
 def test_a_function_that_was_assigned_before_is_built_upon_where_it_computes_the_same(patcher: Patcher) -> None:
-    theirs = modeling.apply_rotary_pos_emb = verl_like(Count())
+    def verl_rope(q, k, cos, sin, unsqueeze_dim=1):
+        return STOCK_ROPE(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    theirs = modeling.apply_rotary_pos_emb = verl_rope
     on(patcher)
     run(tiny())
     found = row(patcher, ROPE)
