@@ -10,6 +10,7 @@ REMOTE = "transformers_modules"
 """The package below which transformers puts the modeling files that come with a checkpoint."""
 ATTENTION_REGISTRY = "transformers.modeling_utils"
 MASKS = "transformers.masking_utils"
+ADDITIVE_MASKS = "transformers.modeling_attn_mask_utils"
 LOSSES = "transformers.loss.loss_utils"
 _NOT_TORCH = ("modeling_tf_", "modeling_flax_")
 
@@ -20,6 +21,8 @@ def modules() -> list[str]:
     folders = spec.submodule_search_locations if spec is not None else None
     names = [MASKS, ATTENTION_REGISTRY, LOSSES]
     for folder in folders or ():
+        if Path(folder, f"{ADDITIVE_MASKS.rpartition('.')[2]}.py").exists():  # of transformers 4
+            names.append(ADDITIVE_MASKS)
         files = [
             file for file in Path(folder, "models").glob("*/modeling_*.py") if not file.stem.startswith(_NOT_TORCH)
         ]

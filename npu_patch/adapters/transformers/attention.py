@@ -21,8 +21,8 @@ from ...ops import attention as op
 from ...ops.guards import NOT_ON_NPU
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY, eager_attention, flash_attention, masks
-from .fused import HARMLESS, dense_of, fused
+from . import LIBRARY, additive_masks, eager_attention, flash_attention, masks
+from .fused import HARMLESS, dense_of, fused, hidden_where_not_zero
 
 _OP = "attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -32,6 +32,7 @@ _ENTRY = "sdpa"
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The `sdpa` and flash entries of the registry, mask builders, eager functions, as far as the module has them."""
     yield from masks.find(module)
+    yield from additive_masks.find(module)
     yield from eager_attention.find(module)
     yield from flash_attention.find(module)
     registry = getattr(module, _REGISTRY, None)
@@ -173,7 +174,8 @@ def _attend(
                 return NOT_ON_NPU, None
             mask = dense_of(attention_mask)
         elif attention_mask.is_floating_point():
-            mask = op.Mask.full().with_bias(attention_mask)
+            hard = masks.is_hard(attention_mask)
+            mask = hidden_where_not_zero(attention_mask) if hard else op.Mask.full().with_bias(attention_mask)
         else:
             return f"a mask of type {str(attention_mask.dtype).removeprefix('torch.')}", None
     elif shape[2] > 1 and (is_causal if is_causal is not None else getattr(module, "is_causal", True)):

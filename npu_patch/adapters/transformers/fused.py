@@ -36,13 +36,20 @@ HARMLESS = frozenset(
 )
 
 
+def _first_of_one(mask: Tensor) -> Tensor:
+    """One for all samples where they share it in memory."""
+    return mask[:1] if mask.dim() == 4 and mask.stride(0) == 0 else mask
+
+
 def _inverted(mask: Tensor) -> Tensor:
-    """True where a key is hidden; one for all samples where they share it in memory."""
-    return torch.logical_not(mask[:1] if mask.dim() == 4 and mask.stride(0) == 0 else mask)
+    """True where a key is hidden."""
+    return torch.logical_not(_first_of_one(mask))
 
 
 dense_of = Derived(lambda mask: op.Mask.dense(_inverted(mask)), lambda dense: dense.hidden)
 """A bool mask, True where a key is seen, for the operator: made once for all layers of a step."""
+hidden_where_not_zero = Derived(lambda mask: op.Mask.dense(_first_of_one(mask) != 0), lambda dense: dense.hidden)
+"""The same for a mask of 0 and the type's lowest number."""
 
 
 def fused(

@@ -63,8 +63,18 @@ def known(attention_mask: Tensor, query: Tensor, key: Tensor) -> Mask | None:
 
 
 def is_hard(attention_mask: Tensor) -> bool:
-    """Whether an additive mask holds nothing but zero and the type's lowest number."""
-    return not is_compiling() and _built.get(attention_mask) is not None
+    """Whether an additive mask, or the one that it is cut from, holds nothing but zero and the type's lowest number."""
+    if is_compiling():
+        return False
+    base = attention_mask._base
+    return _built.get(attention_mask) is not None or (base is not None and _built.get(base) is not None)
+
+
+def remember_hard(attention_mask: Tensor) -> None:
+    """Of a mask that shows something else than can be said without writing it out."""
+    if attention_mask.device.type == "npu" and attention_mask.dim() == 4:
+        batch, _, q_len, kv_len = attention_mask.shape
+        _built.put(attention_mask, _Built(None, batch, q_len, kv_len))
 
 
 # ---- where they are built --------------------------------------------------------------------------------------------
