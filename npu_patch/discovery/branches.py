@@ -37,12 +37,14 @@ class Settled:
         presence: attributes that are None, or are not, as in the probe.
         methods: the code in which the first parameter is the instance.
         parameters: the code whose parameters are None, or are not, as in the probe.
+        open: those of its parameters that may be either.
     """
 
     values: frozenset[str] = frozenset()
     presence: frozenset[str] = frozenset()
     methods: frozenset[types.CodeType] = frozenset()
     parameters: frozenset[types.CodeType] = frozenset()
+    open: frozenset[str] = frozenset()
 
 
 def check_branches(watch: Watch, settled: Settled) -> None:
@@ -108,7 +110,7 @@ def _settled(code: types.CodeType, listing: Sequence[dis.Instruction], index: in
                 return False
             attributes.add(str(after.argval))
         elif one.opname in _LOCAL:
-            asks = _asks_for_none(condition, listing[index])
+            asks = _asks_for_none(condition, listing[index]) and one.argval not in settled.open
             if not asks or code not in settled.parameters or not _parameter(code, one.argval, one.offset):
                 return False
         elif one.opname == "LOAD_ATTR":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bracket import NotRecognised, Signal, no_random_draws, plain, quiet
+from .bracket import NotRecognised, Signal, failure, foreign_code, no_random_draws, plain, quiet
+from .branches import Settled, check_branches
+from .outside import Part, parts_of
+from .watch import Watch
 
 _SCALE, _HEAD_DIM = 0.3, 9  # of the probes; no head size is 9
 _HEADS, _KV_HEADS = 4, 2
@@ -25,12 +28,14 @@ class EagerMeaning:
         sinks: a logit of each head, `module.sinks`, takes part in the softmax and is then dropped.
         sinks_optional: `module.sinks` may be None.
         default_scale: without one: "query" D ** -0.5, "head_dim" module.head_dim ** -0.5, "" it has to be given.
+        parts: other functions of the library that took part.
     """
 
     groups: bool
     sinks: bool
     sinks_optional: bool
     default_scale: str
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         parts = ["eager attention"]
@@ -63,10 +68,15 @@ class _Layer:
         raise _Unknown(name)
 
 
-def recognise_eager(function: object) -> EagerMeaning:
+@foreign_code()
+def recognise_eager(function: object, ignored: Collection[str] = ()) -> EagerMeaning:
     """What an eager attention function means.
 
     Queries, keys and values are (B, N, S, D); the result is (B, S, N, Dv) and the weights.
+
+    Args:
+        function: the function.
+        ignored: arguments that the caller takes whatever they are; of any other that is not None the original is told.
 
     Raises:
         NotRecognised: it computes something else, reads something else from its module, or takes other arguments.
@@ -76,17 +86,18 @@ def recognise_eager(function: object) -> EagerMeaning:
     if names[:5] != ("module", "query", "key", "value", "attention_mask") or "scaling" not in names:
         raise NotRecognised(f"takes ({', '.join(names)})")
     with quiet(), no_random_draws():
+        watch = Watch(str(original.__module__))
         try:
-            return _recognise(original)
+            meaning = _recognise(original, watch)
         except _Unknown as error:
             raise NotRecognised(f"reads or writes its module's attribute {error.name!r}") from None
-        except NotRecognised:
-            raise
-        except Exception as error:
-            raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
+        except BaseException as error:
+            raise failure(error) from None
+        check_branches(watch, Settled(parameters=frozenset((original.__code__,)), open=frozenset(ignored)))
+        return replace(meaning, parts=parts_of(watch))
 
 
-def _recognise(original: Any) -> EagerMeaning:
+def _recognise(original: Any, watch: Watch) -> EagerMeaning:
     generator = torch.Generator().manual_seed(5)
     read: set[str] = set()
 
@@ -97,7 +108,7 @@ def _recognise(original: Any) -> EagerMeaning:
             head_dim=_HEAD_DIM,
             sinks=sinks,
         )
-        output, weights = original(layer, q, k, v, mask, **{"scaling": _SCALE, **keywords})
+        output, weights = watch.run(original, layer, q, k, v, mask, **{"scaling": _SCALE, **keywords})
         read.update(layer.read)
         if not isinstance(weights, Tensor) or weights.shape != (*q.shape[:3], k.shape[2]):
             raise NotRecognised("returns no attention weights")

@@ -425,3 +425,41 @@ def leaves(q, k, cos, sin, unsqueeze_dim=1):
 
 
 ROPES = (for_wide_heads, for_very_wide_heads, on_an_npu, without_gradient, long_sequences, clamps, by_a_flag, leaves)
+
+
+# ---- eager attention functions ---------------------------------------------------------------------------------------
+
+
+def eager(module, query, key, value, attention_mask, scaling, dropout=0.0, softcap=None, **kwargs):
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    weights = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        weights = torch.tanh(weights / softcap) * softcap
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = nn.functional.softmax(weights, -1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def eager_for_short(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    if key.shape[-2] > 4096:
+        key, value = key[..., -4096:, :], value[..., -4096:, :]
+    return eager(module, query, key, value, attention_mask, scaling, dropout)
+
+
+def eager_by_positions(module, query, key, value, attention_mask, scaling, dropout=0.0, cache_position=None, **kwargs):
+    if cache_position is not None:
+        query = query * 2
+    return eager(module, query, key, value, attention_mask, scaling, dropout)
+
+
+def eager_by_a_flag(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    return eager(module, query, key, value, attention_mask, scaling * SCALE, dropout)
+
+
+def eager_leaves(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    raise SystemExit(3)
+
+
+EAGER = (eager_for_short, eager_by_positions, eager_by_a_flag, eager_leaves)

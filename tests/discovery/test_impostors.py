@@ -13,6 +13,7 @@ from torch import nn
 
 from npu_patch.adapters.transformers import mlp, norms, rope
 from npu_patch.discovery import NotRecognised, recognise_gated_norm, recognise_norm, recognise_rotary
+from npu_patch.discovery.eager import recognise_eager
 from npu_patch.discovery.mlp import recognise_gated_mlp
 
 from . import impostors, variants
@@ -76,6 +77,13 @@ class GatedByAFlag(nn.Module):
 def test_a_gated_mlp_that_may_compute_something_else_is_refused(cls):
     with pytest.raises(NotRecognised):
         recognise_gated_mlp(cls)
+
+
+@pytest.mark.parametrize("function", impostors.EAGER, ids=lambda f: f.__name__)
+def test_an_eager_attention_that_may_compute_something_else_is_refused(function):
+    with pytest.raises(NotRecognised):
+        recognise_eager(function, ("cache_position",))
+    assert recognise_eager(impostors.eager, ("cache_position",)).groups
 
 
 # ---- errors that are meant to end the process ------------------------------------------------------------------------

@@ -43,11 +43,12 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         if tuple(inspect.signature(value).parameters)[:5] != _REQUIRED:
             continue
         try:
-            meaning = recognise_eager(value)
+            meaning = recognise_eager(value, _IGNORED)
         except NotRecognised as error:
             yield Unrecognised(_OP, LIBRARY, module.__name__, name, str(error))
             continue
-        yield Target(_OP, LIBRARY, module.__name__, name, partial(_adapter, meaning), str(meaning), (LIBRARY,))
+        factory = partial(_adapter, meaning)
+        yield Target(_OP, LIBRARY, module.__name__, name, factory, str(meaning), rebind=(LIBRARY,), parts=meaning.parts)
 
 
 def _adapter(meaning: EagerMeaning, original: Any, site: Site) -> Callable[..., Any]:
