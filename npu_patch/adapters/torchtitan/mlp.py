@@ -53,7 +53,8 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
                 yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
             continue
         only_if = "" if meaning.packed else _SEPARATE
-        yield Target(_OP, LIBRARY, module.__name__, path, adapter(meaning), str(meaning), only_if=only_if)
+        text = str(meaning)
+        yield Target(_OP, LIBRARY, module.__name__, path, adapter(meaning), text, only_if=only_if, parts=meaning.parts)
 
 
 def adapter(meaning: GatedMeaning) -> Factory:

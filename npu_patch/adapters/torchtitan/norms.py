@@ -22,6 +22,7 @@ from ...discovery import (
     recognise_norm,
     says_rms,
 )
+from ...discovery.outside import joined
 from ...ops import rms_norm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
@@ -65,7 +66,9 @@ def _found(cls: type, module: str, path: str) -> Iterator[Target | Unrecognised]
             reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
             yield Unrecognised(_OP, LIBRARY, module, path, reason)
         return
-    yield Target(_OP, LIBRARY, module, path, factory, " | ".join(dict.fromkeys(map(str, meanings))))
+    text = " | ".join(dict.fromkeys(map(str, meanings)))
+    parts = joined(part for meaning in meanings for part in meaning.parts)
+    yield Target(_OP, LIBRARY, module, path, factory, text, parts=parts)
 
 
 def _recognise(cls: type) -> tuple[tuple[NormMeaning, ...], Factory]:
