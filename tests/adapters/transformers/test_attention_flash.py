@@ -49,7 +49,7 @@ def qkv(q_len: int = 8, kv_len: int = 8, batch: int = 2, value_head: int = 16) -
 
 
 def exact(q: Any, k: Any, v: Any, seen: torch.Tensor, softcap: float | None = None, sinks: Any = None) -> torch.Tensor:
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
+    q, k, v = (x.cpu().double() for x in (q, k, v))
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     scores = q @ k.transpose(-1, -2) * 16**-0.5
     if softcap is not None:
@@ -283,10 +283,15 @@ def test_head_sizes_of_packed_sequences(head):
     function, site = patched()
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(1, 8, n, head, generator=generator).to("npu").transpose(1, 2) for n in (4, 2, 2))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    ours, _ = function(layer(), q, k, v, None, scaling=0.25, **packed([3, 5]))
-    assert relative_error(ours, exact(q, k, v, band(window=None) & block_diagonal([3, 5]))) < 2e-6
-    ours.sum().backward()
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    ours, _ = function(layer(), *tensors, None, scaling=0.25, **packed([3, 5]))
+    doubles = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    wanted = exact(*doubles, band(window=None) & block_diagonal([3, 5]))
+    assert relative_error(ours, wanted) < 2e-6
+    cotangent = torch.randn(ours.shape, generator=generator)
+    gradients = torch.autograd.grad(ours, tensors, cotangent.to("npu"))
+    for a, b in zip(gradients, torch.autograd.grad(wanted, doubles, cotangent.double()), strict=True):
+        assert relative_error(a, b) < 1e-5
     assert site.hits == 1
 
 
