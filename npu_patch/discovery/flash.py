@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .bracket import NotRecognised, no_random_draws, plain, quiet
+from .bracket import NotRecognised, foreign_code, no_random_draws, plain, quiet
 
 _INNER = "_flash_attention_forward"
 _PARAMETERS = (
@@ -49,6 +49,7 @@ def target_dtype(query: torch.Tensor, module: Any) -> torch.dtype | None:
     return next(layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)).weight.dtype
 
 
+@foreign_code()
 def recognise_flash(function: object) -> FlashMeaning:
     """Check that `f(module, query, key, value, attention_mask, …)` turns (B, N, S, D) round and hands everything on.
 

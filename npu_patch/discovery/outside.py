@@ -152,7 +152,7 @@ def _follow(holder: Any, name: str, rest: Sequence[dis.Instruction], watch: Watc
     if library in _MODULES or isinstance(value, (type, torch.dtype, torch.layout, torch.memory_format, torch.device)):
         return
     place = vars(holder) if isinstance(holder, types.ModuleType) else holder
-    if _of_functions(value, watch):
+    if _of_functions(value):
         yield Part(place, name, value, _contents(value))
         return
     if not isinstance(value, types.FunctionType):
@@ -176,8 +176,8 @@ def _contents(table: Mapping[str, Any]) -> dict[str, Any]:
     return dict(dict.items(table)) if isinstance(table, dict) else {}
 
 
-def _of_functions(value: Any, watch: Watch) -> bool:
-    """Whether a value is a table of functions or classes, or one that a far part of the library looks after."""
-    if not isinstance(value, Mapping):
+def _of_functions(value: Any) -> bool:
+    """Whether a value is a table of functions or classes, or of classes with their arguments."""
+    if not isinstance(value, dict):
         return False
-    return not watch.near(type(value).__module__) if type(value) is not dict else all(map(callable, value.values()))
+    return all(callable(one[0] if isinstance(one, tuple) and one else one) for one in _contents(value).values())

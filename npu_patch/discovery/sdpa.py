@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from .bracket import NotRecognised, no_random_draws, plain, quiet
+from .bracket import NotRecognised, foreign_code, no_random_draws, plain, quiet
 
 
+@foreign_code()
 def recognise_sdpa(function: object) -> None:
     """Check `f(module, query, key, value, attention_mask, dropout, scaling, is_causal, …)` against the formula.
 

@@ -14,9 +14,9 @@ _TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "npu_patch"}
 class Watch:
     """Runs functions, and takes down every step from one instruction to the next in the code of a model library.
 
-    Not watched are torch, the standard library, this package, and the parts of the original's own library that are far
-    from it: what serves every model (`library.utils`), seen from `library.models.llama.modeling_llama`.  Neither are
-    look-ups in the library's tables (`__getitem__` of a mapping).
+    Not watched are torch, the standard library, this package, and the parts of the original's own library that serve
+    every model: `library.utils`, seen from `library.models.llama.modeling_llama`, which neither lies below
+    `library.models` nor as deep.  Neither are look-ups in the library's tables (`__getitem__` of a mapping).
 
     A tracer that is set, of a debugger or of coverage, is out of work inside and set again afterwards.
 
@@ -26,7 +26,7 @@ class Watch:
 
     def __init__(self, home: str) -> None:
         parts = home.split(".")
-        self._root, self._family = parts[0], ".".join(parts[: max(1, len(parts) - 2)])
+        self._root, self._depth, self._family = parts[0], len(parts), ".".join(parts[: max(1, len(parts) - 2)])
         self._near: dict[str, bool] = {}
         self.steps: defaultdict[types.CodeType, set[tuple[int, int]]] = defaultdict(set)
         self.entered: dict[types.CodeType, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
@@ -56,7 +56,8 @@ class Watch:
         """Whether code of a module is watched."""
         if module not in self._near:
             root = module.partition(".")[0]
-            far = root == self._root and not f"{module}.".startswith(f"{self._family}.")
+            beside = not f"{module}.".startswith(f"{self._family}.")
+            far = root == self._root and beside and module.count(".") + 1 < self._depth
             self._near[module] = not (root in _TRUSTED or far)
         return self._near[module]
 

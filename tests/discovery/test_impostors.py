@@ -15,6 +15,7 @@ from npu_patch.adapters.transformers import mlp, norms, rope
 from npu_patch.discovery import NotRecognised, recognise_gated_norm, recognise_norm, recognise_rotary
 from npu_patch.discovery.eager import recognise_eager
 from npu_patch.discovery.mlp import recognise_gated_mlp
+from npu_patch.discovery.watch import Watch
 
 from . import impostors, variants
 from .impostors import Base
@@ -125,6 +126,13 @@ def test_a_gate_that_may_be_missing_is_recognised_and_so_is_a_table_of_functions
     assert not table.changed()
 
 
+def test_a_table_that_makes_what_is_looked_up_is_one_too():
+    (meaning,) = recognise_gated_norm(variants.GateOfASharedTable)
+    (table,) = (part for part in meaning.parts if part.name == "SHARED")
+    assert not table.changed()
+    assert meaning.formula == "llama, silu gate"
+
+
 def test_parameters_that_are_none_or_not_are_no_branches():
     meaning = recognise_rotary(variants.parameters_may_be_missing)
     assert meaning.form == "unused positions, dim"
@@ -138,7 +146,28 @@ def test_methods_and_functions_that_take_part_are_known():
     assert {part.value for part in meaning.parts} == {Base.norm, impostors.llama}
 
 
-# ---- the tracer ------------------------------------------------------------------------------------------------------
+# ---- what is watched -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("home", "near", "far"),
+    [
+        (
+            "library.models.llama.modeling_llama",
+            ("library.models.llama.modeling_llama", "library.models.qwen.helpers", "other.helpers", "torch_npu.ops"),
+            ("library.utils.generic", "library.activations", "torch.nn.functional", "contextlib", "npu_patch.sites"),
+        ),
+        (
+            "remote.owner.repository.revision.modeling_new",
+            ("remote.owner.repository.revision.helpers", "remote.other.repository.revision.helpers"),
+            ("torch",),
+        ),
+        ("single", ("single", "single.helpers"), ("os.path",)),
+    ],
+)
+def test_what_serves_every_model_is_trusted_and_other_code_of_models_is_not(home, near, far):
+    watch = Watch(home)
+    assert [name for name in (*near, *far) if watch.near(name)] == [*near]
 
 
 @pytest.mark.parametrize("cls", [variants.ByDimensions, impostors.Leaves, impostors.OnAnNPU])

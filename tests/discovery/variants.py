@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +12,18 @@ from .impostors import Base, llama
 from .test_rotary import half
 
 ACTIVATIONS = {"silu": F.silu}
+
+
+class Instances(OrderedDict):
+    """A table as libraries have it: each look-up makes an instance."""
+
+    def __getitem__(self, key):
+        content = super().__getitem__(key)
+        cls, kwargs = content if isinstance(content, tuple) else (content, {})
+        return cls(**kwargs)
+
+
+SHARED = Instances(silu=nn.SiLU, gelu=(nn.GELU, {"approximate": "tanh"}))
 
 
 class ByDimensions(Base):
@@ -85,6 +99,11 @@ class GateThatMayBeMissing(Base):
         if gate is not None:
             y = y * ACTIVATIONS[self.activation](gate.float())
         return y.to(x.dtype)
+
+
+class GateOfASharedTable(Base):
+    def forward(self, x, gate=None):
+        return (llama(x, self.weight, self.eps) * SHARED[self.activation](gate.float())).to(x.dtype)
 
 
 def parameters_may_be_missing(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
