@@ -14,7 +14,7 @@ from ...discovery.bracket import NotRecognised
 from ...ops import attention as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import document_ends, flex, layouts, masks, plain, varlen
+from . import document_ends, flex, flex_meaning, layouts, masks, plain, varlen
 
 _OP, _LIBRARY = "attention", "torchtitan"
 _Adapter = Callable[[Any, Site], Callable[..., Any]]
@@ -56,10 +56,10 @@ def _recognise(forward: FunctionType) -> tuple[str, _Adapter] | None:
     if len(positional) != 4:
         return None
     layout = layouts.named(positional[1:])
-    if keywords == flex.KEYWORDS and layout is not None:
-        return flex.MEANING, partial(flex.adapter, layout)
-    if keywords == flex.WRAPPER_KEYWORDS:
-        return flex.MEANING, partial(flex.wrapper_adapter, flex.recognise_wrapper(forward))
+    if keywords == flex_meaning.KEYWORDS and layout is not None:
+        return flex_meaning.MEANING, partial(flex.adapter, layout)
+    if keywords == flex_meaning.WRAPPER_KEYWORDS:
+        return flex_meaning.MEANING, partial(flex.wrapper_adapter, flex_meaning.recognise_wrapper(forward))
     if keywords == plain.KEYWORDS | {"attention_masks"}:
         return plain.MEANING, partial(plain.adapter, plain.recognise(forward))
     if keywords == plain.KEYWORDS:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-from ...discovery.bracket import NotRecognised, plain, quiet
 from ...ops import attention as op
 from ...ops import attention_lse
 from ...ops.attention import Mask
@@ -19,53 +17,11 @@ from ...ops.guards import FLOATS, FUNCTORCH, NOT_ON_NPU, subclass_reason, transf
 from ...sites import Site
 from . import masks
 from .block_mask import NpuBlockMask, source_of
-from .layouts import BLNH, BNLH, Layout
-from .stand_in import standing_in
+from .layouts import Layout
+from .sinks import sinks_of
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _NO_MASK = Mask.full()
-MEANING = "flex attention under a block mask"
-KEYWORDS = {"attention_masks", "score_mod", "scale", "enable_gqa", "out_transform"}
-WRAPPER_KEYWORDS = {"score_mod", "block_mask", "scale", "return_lse", "enable_gqa"}
-
-
-def recognise_wrapper(forward: FunctionType) -> Layout:
-    """The layout of a forward that hands its arguments to `flex_attention`, and back what that returns.
-
-    Raises:
-        NotRecognised: it does something else.
-    """
-    given: dict[str, Any] = {}
-
-    def stub(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        given.update(query=query, key=key, value=value, **options)
-        return query * 2.0 + 1.0, query.sum(-1) - 3.0
-
-    probe = standing_in(plain(forward), flex_attention, stub)
-    if probe is None:
-        raise NotRecognised("does not call flex_attention")
-    try:
-        with quiet():
-            generator = torch.Generator().manual_seed(3)
-            tensors = [torch.randn(2, 3, 5, 4, generator=generator) for _ in range(3)]
-            options = {"block_mask": object(), "scale": 0.3, "enable_gqa": True, "return_lse": True}
-            out, lse = probe(SimpleNamespace(), *tensors, **options)
-            inside = [given.pop(name) for name in ("query", "key", "value")]
-            for layout in (BNLH, BLNH):
-                swap = layout is BLNH  # flex attention itself takes (B, N, L, H)
-                if not all(
-                    torch.equal(a, b.transpose(1, 2) if swap else b) for a, b in zip(inside, tensors, strict=True)
-                ):
-                    continue
-                wanted = inside[0] * 2.0 + 1.0, inside[0].sum(-1) - 3.0
-                wanted = tuple(x.transpose(1, 2) for x in wanted) if swap else wanted
-                kept = {name: given[name] for name in options if name in given} == options
-                extra = {name: v for name, v in given.items() if name not in options and v is not None}
-                if kept and not extra and torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]):
-                    return layout
-    except Exception as error:
-        raise NotRecognised(f"fails on a small input: {type(error).__name__}: {str(error)[:80]}") from None
-    raise NotRecognised("does more than flex_attention")
 
 
 def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
@@ -87,7 +43,8 @@ def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
     ) -> Tensor:
         reason, out, lse = "a score_mod", None, None
         if score_mod is None and q.dim() == layout.rank:
-            asked = (attention_masks, scale, enable_gqa, out_transform is not None, site)
+            sinks = None if out_transform is None else sinks_of(out_transform)
+            asked = (attention_masks, scale, enable_gqa, out_transform is not None, site, sinks)
             reason, out, lse = _attend(inside(q), inside(k), inside(v), *asked)  # type: ignore[assignment]
         elif score_mod is None:
             reason = f"query is not {layout.name}"
@@ -106,9 +63,8 @@ def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
                 **kwargs,
             )
         assert out is not None
-        if out_transform is None:
+        if out_transform is None or lse is None:
             return outside(out)
-        assert lse is not None
         return out_transform(outside(out), lse_outside(lse))
 
     return forward
@@ -167,25 +123,44 @@ def _attend(
     enable_gqa: bool,
     with_lse: bool,
     site: Site,
+    sinks: Tensor | None = None,
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
-    """(reason, None, None), or None with the output (B, L, N, H) and, if asked for, the log-sum-exp (B, L, N)."""
+    """(reason, None, None), or None with the output (B, L, N, H) and, if asked for, the log-sum-exp (B, L, N).
+
+    Args:
+        sinks: where the operator takes them the output is rescaled by them, and there is no log-sum-exp.
+    """
     if torch.is_autocast_enabled("npu"):
         query, key, value = cast(query, key, value)
-    reason, mask = _choose(query, key, value, block_mask, scale, enable_gqa, with_lse, site.options)
+    asked = (query, key, value, block_mask, scale, enable_gqa)
+    if sinks is not None:
+        reason, mask = _choose(*asked, False, site.options)
+        if reason is None:
+            shape, tensors, layout = query.shape, *_laid_out(query, key, value, mask)
+            if op.unsupported(*tensors, mask, layout=layout, scale=scale, sinks=sinks) is None:
+                site.hit()
+                out = op.attention(*tensors, mask, layout=layout, scale=scale, sinks=sinks)
+                return None, out if layout == "BSND" else out.view(*shape[:3], -1), None
+    reason, mask = _choose(*asked, with_lse, site.options)
     if reason is not None:
         return reason, None, None
     site.hit()
-    if mask.kind != "documents":
-        if not with_lse:
-            return None, op.attention(query, key, value, mask, layout="BSND", scale=scale), None
-        out, lse = attention_lse.attention(query, key, value, mask, layout="BSND", scale=scale)
-        return None, out, lse.transpose(1, 2)
     batch, length, heads, _ = query.shape
-    q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    tensors, layout = _laid_out(query, key, value, mask)
     if not with_lse:
-        return None, op.attention(q, k, v, mask, layout="TND", scale=scale).view(batch, length, heads, -1), None
-    out, lse = attention_lse.attention(q, k, v, mask, layout="TND", scale=scale)
+        out = op.attention(*tensors, mask, layout=layout, scale=scale)
+        return None, out if layout == "BSND" else out.view(batch, length, heads, -1), None
+    out, lse = attention_lse.attention(*tensors, mask, layout=layout, scale=scale)
+    if layout == "BSND":
+        return None, out, lse.transpose(1, 2)
     return None, out.view(batch, length, heads, -1), lse.view(batch, length, heads)
+
+
+def _laid_out(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
+    """The tensors as the operator takes them with a mask, and its name for that."""
+    if mask.kind != "documents":
+        return (query, key, value), "BSND"
+    return (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)), "TND"
 
 
 def cast(*tensors: Tensor) -> tuple[Tensor, ...]:

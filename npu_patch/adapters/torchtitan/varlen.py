@@ -19,6 +19,7 @@ from ...ops.guards import FUNCTORCH, NOT_ON_NPU, transforming
 from ...sites import Site
 from .document_ends import Metadata, parts_of
 from .layouts import BLNH, BNLH, TNH, Layout
+from .sinks import sinks_of
 from .stand_in import standing_in
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
@@ -222,20 +223,24 @@ def _attend(
     parts = parts_of(metadata, query.shape[0], key.shape[0], window)
     if isinstance(parts, str):
         return parts
-    with_lse = out_transform is not None
-    ask = attention_lse.unsupported if with_lse else op.unsupported
     cut = [(query[a:b], key[c:d], value[c:d], mask) for (a, b), (c, d), mask in parts]
+    sinks = None if out_transform is None else sinks_of(out_transform)
+    if sinks is not None and any(op.unsupported(*part, layout="TND", scale=scale, sinks=sinks) for part in cut):
+        sinks = None
+    with_lse = out_transform is not None and sinks is None
+    ask = attention_lse.unsupported if with_lse else op.unsupported
     for part in cut:
         if reason := ask(*part, layout="TND", scale=scale):
             return reason
     site.hit()
-    if out_transform is None:
-        out = _joined([op.attention(*part, layout="TND", scale=scale) for part in cut])
+    if not with_lse:
+        out = _joined([op.attention(*part, layout="TND", scale=scale, sinks=sinks) for part in cut])
         if meaning.packed:
             return out
         return layout.outside(out.view(batch, length, heads, -1).to(q.dtype))
     pairs = [attention_lse.attention(*part, layout="TND", scale=scale) for part in cut]
     out, lse = (_joined([pair[i] for pair in pairs]).unflatten(0, (batch, length)) for i in (0, 1))
+    assert out_transform is not None
     return out_transform(layout.outside(out.to(q.dtype)), layout.lse(lse))
 
 

@@ -365,6 +365,11 @@ def test_what_the_operator_cannot_honour_runs_the_original():
     assert fallback_reasons(*longer, **gqa) == ["the block mask is for another shape"]
     wide = qkv(value_size=2 * D)
     assert fallback_reasons(*wide, **gqa) == ["value head size above query head size"]
+    # Context parallelism: the queries of one rank in another order, the keys of all, and a mask made for them.
+    shard = create_block_mask(lambda b, h, q, kv: 2 * q + 1 >= kv, B, None, L // 2, L, device="npu")
+    parallel = fallback_reasons(q[:, ::2], k, v, masks=shard, **gqa)
+    assert parallel == ["more keys than queries, as in context parallelism"]
+    assert fallback_reasons(q, k, v, masks={"basic_mask": shard}, **gqa) == ["a dict for a block mask"]
     sliced = create_block_mask(causal, B, None, L, L, device="npu")[:, :, :]
     assert fallback_reasons(q, k, v, masks=sliced, **gqa) == ["the mask_mod cannot be evaluated: RuntimeError"]
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import npu_patch
+from npu_patch.ops import attention as op
 from npu_patch.simulator import trace
-from tests.support.numerics import assert_no_worse, assert_same_training, recording, training_step
+from tests.support.numerics import assert_no_worse, assert_same_training, recording, replay, training_step
 
 from .models import Counts, packed_positions, plain_positions, uncompilable, uncompiled
 
@@ -186,15 +187,96 @@ def stock(*args, **kwargs):
         return type(args[0]).forward(*args, **kwargs)
 
 
+@pytest.fixture(params=["sink of the operator", "log-sum-exp"])
+def way(request, monkeypatch):
+    """With and without sinks among the operator's arguments."""
+    if request.param == "log-sum-exp":
+        monkeypatch.setattr(op, "_sinks_reason", lambda *_: "this torch_npu has no attention sinks")
+    return request.param
+
+
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
-def test_sinks_in_bfloat16_are_no_worse(backend):
+def test_sinks_in_bfloat16_are_no_worse(backend, way):
     subject = gpt_oss(torch.bfloat16, backend)
     owner = attention.VarlenAttention if backend == "varlen" else attention.FlexAttention
     loss = families.loss_of(subject, packed_positions(*ROWS))
     with eager(), written_out(), recording(owner, "forward") as calls:
         loss().backward()
     assert len(calls) == 2
+    with trace() as t:
+        replay(patched, calls[0])
+    assert (t.launches_by_op.get("sigmoid", 0) == 0) == (way == "sink of the operator")
     assert_no_worse(patched, stock, sunk, calls)
+
+
+def test_sinks_and_their_gradients_in_float32(way):
+    subject = made("gpt_oss")
+    loss = families.loss_of(subject, packed_positions(*ROWS))
+    with eager():
+        expected = training_step(subject, loss)
+    with npu_patch.scope("attention"):
+        counts = Counts()
+        result = training_step(subject, loss)
+        assert counts.take("attention") == (2, {})
+        with trace() as t:
+            loss()
+    assert (t.launches_by_op.get("sigmoid", 0) == 0) == (way == "sink of the operator")
+    assert any("sinks" in name for name in expected.gradients)
+    assert_same_training(expected, result, loss=1e-5)
+
+
+def test_a_transform_is_a_sink_only_if_it_computes_one():
+    from npu_patch.adapters.torchtitan.sinks import sinks_of
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rest = torch.nn.Parameter(torch.arange(4.0))
+            self.scale = 2.0
+
+        def right(self, out, lse):
+            return out * torch.sigmoid(lse - self.rest).unsqueeze(-1).to(out.dtype)
+
+        def other_sign(self, out, lse):
+            return out * torch.sigmoid(lse + self.rest).unsqueeze(-1).to(out.dtype)
+
+        def no_gradient(self, out, lse):
+            return out * torch.sigmoid(lse - self.rest.detach()).unsqueeze(-1).to(out.dtype)
+
+        def of_the_lse_no_gradient(self, out, lse):
+            return out * torch.sigmoid(lse.detach() - self.rest).unsqueeze(-1).to(out.dtype)
+
+        def in_float32(self, out, lse):
+            return out * torch.sigmoid(lse - self.rest).unsqueeze(-1)
+
+        def reads_more(self, out, lse):
+            return self.scale * out * torch.sigmoid(lse - self.rest).unsqueeze(-1).to(out.dtype)
+
+    module = Attention()
+    assert torch.equal(sinks_of(module.right), module.rest)
+    assert sinks_of(module.right).requires_grad
+    assert sinks_of(module.bfloat16().right).dtype is torch.float32
+    for name in ("other_sign", "no_gradient", "of_the_lse_no_gradient", "in_float32", "reads_more"):
+        assert sinks_of(getattr(module, name)) is None, name
+    assert sinks_of(lambda out, lse: out) is None
+    assert sinks_of(None) is None
+
+
+def test_sinks_survive_activation_checkpointing(way):
+    from torchtitan.distributed import activation_checkpoint
+
+    gradients = []
+    for on in (False, True):
+        subject = families.build("gpt_oss", backend="flex", dtype=torch.bfloat16, change=families.first_layers(2))
+        without_experts(subject)
+        with npu_patch.scope("attention"), uncompilable():
+            if on:
+                activation_checkpoint.SelectiveAC(activation_checkpoint.SelectiveAC.Config()).apply(subject)
+            with trace() as t:
+                families.loss_of(subject, packed_positions(*ROWS))().backward()
+        assert t.launches_by_op["npu.npu_fusion_attention"] == 2  # kept
+        gradients.append([p.grad for p in subject.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_windows_are_the_layers_own():
