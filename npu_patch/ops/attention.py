@@ -7,25 +7,21 @@ aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2 to V5 (ops-trans
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .availability import is_ascend950, schema_has
-from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, dtype_name, keep, subclass_reason, transforming
-from .masks import Mask, MaskFacts, TensorFacts
+from .attention_limits import AXES, LAYOUTS, UNKNOWN_LAYOUT, judge, sizes
+from .availability import is_ascend950, schema_has, soc_name
+from .guards import FUNCTORCH, keep, subclass_reason, transforming
+from .masks import Mask
 from .per_tensor import Derived
-from .verdicts import Verdicts
+from .verdicts import MOST, Verdicts
 
-__all__ = ["SAVE_OPS", "Mask", "attention", "unsupported"]
+__all__ = ["LAYOUTS", "SAVE_OPS", "Mask", "Plan", "attend", "attention", "plan", "run", "unsupported"]
 
-_AXES = {"BNSD": (1, 2), "BSND": (2, 1), "TND": (1, 0)}  # heads, length
-LAYOUTS = tuple(_AXES)
-_UNKNOWN = "layout {!r}: expected one of " + ", ".join(LAYOUTS)
-_MAX_HEAD_SIZE, _MAX_HEADS, _MAX_LENGTH, _MAX_BATCH, _MAX_DOCUMENTS = 768, 256, 1 << 20, 1 << 21, 1024
 _TRIANGLE = 2048  # side of the compressed mask of sparse modes 2 to 4, whatever the sequence lengths
 
 
@@ -65,65 +61,10 @@ def unsupported(
     if sinks is None and not return_lse:
         return reason
     if reason is None and sinks is not None:
-        reason = _sinks_reason(sinks, _sizes(query.shape, layout)[1])
+        reason = _sinks_reason(sinks, sizes(query.shape, layout)[1])
     if reason is None and return_lse:
         reason = _lse_reason(query, key, layout)
     return reason
-
-
-def judge(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str,
-    mask: MaskFacts,
-    scale: float | None,
-) -> str | None:
-    """`unsupported` for a query, key and value of these shapes, of one dtype and on one device.
-
-    Args:
-        scale: counts where the mask has a bias.
-    """
-    if device.type != "npu":
-        return NOT_ON_NPU
-    if mask.subclass is not None:
-        return mask.subclass
-    if dtype not in FLOATS:
-        return f"query of type {dtype_name(dtype)}"
-    rank = 3 if layout == "TND" else 4
-    if len(query) != rank or len(key) != rank or len(value) != rank:
-        return f"query, key and value are not {rank}-D"
-    batch, heads, q_len, size = _sizes(query, layout)
-    kv_batch, kv_heads, kv_len, key_size = _sizes(key, layout)
-    value_batch, value_heads, value_len, value_size = _sizes(value, layout)
-    if kv_batch != batch or value_batch != batch or value_heads != kv_heads or value_len != kv_len:
-        return "key and value do not fit together or to the query"
-    if batch == 0 or q_len == 0 or kv_len == 0 or kv_heads == 0 or value_size == 0:
-        return "an input is empty"
-    if key_size != size:
-        return "query and key head sizes differ"
-    if value_size > size:
-        return "value head size above query head size"
-    if size > _MAX_HEAD_SIZE:
-        return "head size above 768"
-    if heads % kv_heads:
-        return "query heads are not a multiple of key heads"
-    if heads > _MAX_HEADS:
-        return "more than 256 heads"
-    if q_len > _MAX_LENGTH or kv_len > _MAX_LENGTH or batch > _MAX_BATCH:
-        return "sequence or batch beyond the operator's limit"
-    if (layout == "TND") != (mask.kind == "documents"):
-        return "packed documents need the TND layout, and TND needs documents"
-    if mask.kind == "documents":
-        return _documents_reason(mask, q_len, kv_len)
-    if mask.kind == "dense" and (reason := _dense_reason(mask.hidden, batch, heads, q_len, kv_len)):
-        return reason
-    if mask.bias is not None:
-        scale = size**-0.5 if scale is None else scale
-        return _bias_reason(mask.bias, mask.hard_bias, dtype, scale, batch, heads, q_len, kv_len)
-    return None
 
 
 _verdicts = Verdicts(judge)
@@ -145,17 +86,6 @@ def _compiling_reason() -> str | None:
     return None
 
 
-def _sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int, int]:
-    """Batch (1 in TND), heads, length and head size."""
-    if layout == "BSND":
-        return shape[0], shape[2], shape[1], shape[3]
-    if layout == "BNSD":
-        return shape[0], shape[1], shape[2], shape[3]
-    if layout == "TND":
-        return 1, shape[1], shape[0], shape[2]
-    raise ValueError(_UNKNOWN.format(layout))
-
-
 def _sinks_reason(sinks: Tensor, heads: int) -> str | None:
     if reason := subclass_reason(sinks):
         return reason
@@ -174,56 +104,6 @@ def _lse_reason(query: Tensor, key: Tensor, layout: str) -> str | None:
         return "gradient through the log-sum-exp"
     if layout == "TND" and not schema_has("npu_fusion_attention", "softmax_layout"):
         return "log-sum-exp of packed documents"
-    return None
-
-
-def _documents_reason(mask: MaskFacts, q_len: int, kv_len: int) -> str | None:
-    if mask.bias is not None:
-        return "a bias on packed documents"
-    if mask.documents > _MAX_DOCUMENTS:
-        return "more than 1024 documents"
-    if mask.ends != (q_len, kv_len):
-        return "the document ends are not the packed length"
-    if mask.may_hide_rows:
-        return "a query without a visible key in packed documents"
-    return None
-
-
-def _dense_reason(hidden: TensorFacts | None, batch: int, heads: int, q_len: int, kv_len: int) -> str | None:
-    if hidden is None or hidden.dtype != torch.bool or hidden.device.type != "npu":
-        return "the dense mask is not a bool tensor on the NPU"
-    shape = hidden.shape
-    if len(shape) not in (2, 4) or shape[-1] != kv_len or shape[-2] not in (1, q_len):
-        return "the dense mask's shape"
-    if len(shape) == 4 and (shape[0] not in (1, batch) or shape[1] not in (1, heads)):
-        return "the dense mask's shape"
-    return None
-
-
-def _bias_reason(
-    bias: TensorFacts,
-    hard: bool,
-    dtype: torch.dtype,
-    scale: float,
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-) -> str | None:
-    if bias.device.type != "npu" or len(bias.shape) != 4:
-        return "the bias is not a 4-D tensor on the NPU"
-    for size, own in zip((batch, heads, q_len, kv_len), bias.shape, strict=True):
-        if own != size and own != 1:
-            return "the bias does not broadcast to the scores"
-    if bias.dtype != dtype:
-        return "the bias is not in the query's type"
-    # The operator adds before it scales: softmax(scale * (q k + bias / scale)).
-    if dtype == torch.float16:
-        return "a float16 bias may overflow when it is divided by the scale"
-    if hard:  # 0 and the lowest number, as they are: neither is rounded, and the lowest number drowns every score
-        return None if 2**-20 <= scale <= 1.0 else "a bias is exact only with a scale from 2**-20 to 1"
-    if scale <= 0.0 or (dtype != torch.float32 and math.frexp(scale)[0] != 0.5):
-        return "a bias is exact only with a scale that is a power of two"
     return None
 
 
@@ -261,9 +141,9 @@ def attention(
         RuntimeError: the operator refuses the arguments; ask `unsupported` first.
         ValueError: an unknown layout.
     """
-    if layout not in _AXES:
-        raise ValueError(_UNKNOWN.format(layout))
-    heads_at, length_at = _AXES[layout]
+    if layout not in AXES:
+        raise ValueError(UNKNOWN_LAYOUT.format(layout))
+    heads_at, length_at = AXES[layout]
     shape = query.shape
     heads, q_len, kv_len = shape[heads_at], shape[length_at], key.shape[length_at]
     if scale is None:
@@ -290,6 +170,86 @@ def attention(
     output, maximum, total = results[:3]
     # Both statistics hold one number eight times.
     return output, (maximum[..., 0] + total[..., 0].log()).detach()
+
+
+Plan = tuple[int, str, dict[str, Any]]
+"""What the operator gets beside query, key and value: the number of heads, the layout, and keywords."""
+
+
+def plan(query: Tensor, key: Tensor, value: Tensor, mask: Mask, layout: str, scale: float | None) -> str | Plan | None:
+    """`unsupported` and the operator's arguments in one, made once per mask and kind of tensors.
+
+    For plain tensors of one dtype on one device, without dropout and sinks, outside of compilation and of transforms.
+
+    Returns:
+        The reason; or the arguments; or None where they cannot be had once for many calls.
+    """
+    facts = (query.shape, key.shape, value.shape, query.dtype, query.get_device(), layout, scale)
+    known: str | Plan | None = mask.plans.get(facts)
+    if known is not None or mask.bias is not None:
+        return known
+    made: str | Plan | None = judge(*facts[:4], query.device, layout, mask.facts, None)
+    if made is None:
+        shape, (heads_at, length_at) = query.shape, AXES[layout]
+        with torch.inference_mode(False):
+            options = _mask_options(mask, query, shape[length_at], key.shape[length_at])
+        hidden = options.get("atten_mask")
+        if hidden is not None and not keep(hidden):
+            return None
+        made = (shape[heads_at], layout, {"scale": shape[-1] ** -0.5 if scale is None else scale, **options})
+    if soc_name():
+        if len(mask.plans) >= MOST:
+            mask.plans.clear()
+        mask.plans[facts] = made
+    return made
+
+
+def run(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attention` of tensors that the plan was made for."""
+    heads, layout, options = plan
+    output: Tensor = torch.ops.npu.npu_fusion_attention.default(query, key, value, heads, layout, **options)[0]
+    return output
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    layout: str,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[str | None, Any]:
+    """`unsupported` and `attention` in one, with the same arguments.
+
+    Returns:
+        (reason, None), or (None, output).
+    """
+    if (
+        type(query) is type(key) is type(value) is Tensor
+        and dropout == 0.0
+        and sinks is None
+        and not is_compiling()
+        and not transforming()
+        and key.dtype is (dtype := query.dtype)
+        and value.dtype is dtype
+        # -1 is the host; beside it a process with an NPU has no other kind of device.
+        and key.get_device() == (index := query.get_device())
+        and value.get_device() == index
+    ):
+        known = mask.plans.get((query.shape, key.shape, value.shape, dtype, index, layout, scale))
+        if known is None:
+            known = plan(query, key, value, mask, layout, scale)
+        if known is not None:
+            if isinstance(known, str):
+                return known, None
+            heads, layout, options = known
+            return None, torch.ops.npu.npu_fusion_attention.default(query, key, value, heads, layout, **options)[0]
+    reason = unsupported(query, key, value, mask, layout=layout, scale=scale, dropout=dropout, sinks=sinks)
+    if reason is not None:
+        return reason, None
+    return None, attention(query, key, value, mask, layout=layout, scale=scale, dropout=dropout, sinks=sinks)
 
 
 def _mask_options(mask: Mask, query: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import attention as op
+from .attention_limits import AXES
 from .availability import schema_has
 from .masks import Mask
 
@@ -82,7 +83,7 @@ class _WithLse(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Mask, layout: str, scale: float
     ) -> tuple[Tensor, Tensor]:
-        heads_at, length_at = op._AXES[layout]
+        heads_at, length_at = AXES[layout]
         heads = query.shape[heads_at]
         options = op._mask_options(mask, query, query.shape[length_at], key.shape[length_at])
         if layout == "TND":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class Mask:
     def facts(self) -> MaskFacts:
         """The same, found once; not while torch.compile traces."""
         return self.describe()
+
+    @cached_property
+    def plans(self) -> dict[tuple[Any, ...], Any]:
+        """What the fused operator's `plan` knows of this mask, by the kind of tensors."""
+        return {}
 
     @staticmethod
     def full() -> Mask:

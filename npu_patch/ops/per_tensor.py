@@ -41,10 +41,10 @@ class PerTensor(Generic[Value]):
 
     def get(self, tensor: Tensor) -> Value | None:
         """The value that was put for this tensor object, if its content is still the same."""
-        try:
-            reference, version, pointer, value, barred = self._entries[id(tensor)]
-        except KeyError:
+        entry = self._entries.get(id(tensor))
+        if entry is None:
             return None
+        reference, version, pointer, value, barred = entry
         if reference() is tensor and version == tensor._version and pointer == tensor.data_ptr():
             return value if barred is None or not barred() else None
         return None

@@ -9,7 +9,7 @@ from .availability import soc_name
 
 Answer = TypeVar("Answer")
 
-_MOST = 4096
+MOST = 4096
 
 
 class Verdicts(dict[tuple[Any, ...], Answer]):
@@ -33,7 +33,7 @@ class Verdicts(dict[tuple[Any, ...], Answer]):
     def __missing__(self, facts: tuple[Any, ...]) -> Answer:
         answer = self.judge(*facts)
         if soc_name():
-            if len(self) >= _MOST:  # sequence lengths that never come again
+            if len(self) >= MOST:  # sequence lengths that never come again
                 self.clear()
             self[facts] = answer
         return answer

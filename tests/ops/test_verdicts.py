@@ -46,9 +46,9 @@ class TestVerdicts:
 
     def test_lengths_that_never_come_again_do_not_pile_up(self) -> None:
         answers, _ = counted()
-        for x in range(3 * verdicts._MOST):
+        for x in range(3 * verdicts.MOST):
             assert answers[x,] == -x
-        assert len(answers) <= verdicts._MOST
+        assert len(answers) <= verdicts.MOST
 
     def test_threads_get_the_answers_of_their_facts(self) -> None:
         answers, wrong = counted()[0], []

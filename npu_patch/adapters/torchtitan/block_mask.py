@@ -49,7 +49,7 @@ class Source:
     def __post_init__(self) -> None:
         self.compact = self.meaning.compact() if self.meaning is not None else None
         self.bounds: tuple[Tensor, Tensor] | None = None
-        self.answers: dict[Any, tuple[str | None, Mask]] = {}
+        self.answers: dict[Any, tuple[Any, ...]] = {}  # the adapter's, by shapes, types and devices
         self._dense: dict[tuple[int | None, int | None], Mask] = {}
         self._per_head: bool | None = None if self.meaning is None else False
         self._reads_sample: bool | None = None

@@ -17,7 +17,7 @@ from ...ops.guards import FLOATS, FUNCTORCH, NOT_ON_NPU, subclass_reason, transf
 from ...sites import Site
 from . import masks
 from .block_mask import NpuBlockMask, source_of
-from .layouts import Layout
+from .layouts import BLNH, Layout
 from .sinks import sinks_of
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
@@ -27,6 +27,7 @@ _NO_MASK = Mask.full()
 def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
     """For forwards with an `out_transform`."""
     inside, outside, lse_outside = layout.inside, layout.outside, layout.lse
+    same = layout is BLNH
 
     def forward(
         self: Any,
@@ -43,9 +44,10 @@ def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
     ) -> Tensor:
         reason, out, lse = "a score_mod", None, None
         if score_mod is None and q.dim() == layout.rank:
+            query, key, value = (q, k, v) if same else (inside(q), inside(k), inside(v))
             sinks = None if out_transform is None else sinks_of(out_transform)
             asked = (attention_masks, scale, enable_gqa, out_transform is not None, site, sinks)
-            reason, out, lse = _attend(inside(q), inside(k), inside(v), *asked)  # type: ignore[assignment]
+            reason, out, lse = _attend(query, key, value, *asked)  # type: ignore[assignment]
         elif score_mod is None:
             reason = f"query is not {layout.name}"
         if reason is not None:
@@ -64,7 +66,7 @@ def adapter(layout: Layout, original: Any, site: Site) -> Callable[..., Tensor]:
             )
         assert out is not None
         if out_transform is None or lse is None:
-            return outside(out)
+            return out if same else outside(out)
         return out_transform(outside(out), lse_outside(lse))
 
     return forward
@@ -134,18 +136,23 @@ def _attend(
         query, key, value = cast(query, key, value)
     asked = (query, key, value, block_mask, scale, enable_gqa)
     if sinks is not None:
-        reason, mask = _choose(*asked, False, site.options)
+        reason, mask, _ = _choose(*asked, False, site.options)
         if reason is None:
             shape, tensors, layout = query.shape, *_laid_out(query, key, value, mask)
             if op.unsupported(*tensors, mask, layout=layout, scale=scale, sinks=sinks) is None:
                 site.hit()
                 out = op.attention(*tensors, mask, layout=layout, scale=scale, sinks=sinks)
                 return None, out if layout == "BSND" else out.view(*shape[:3], -1), None
-    reason, mask = _choose(*asked, with_lse, site.options)
+    reason, mask, plan = _choose(*asked, with_lse, site.options)
     if reason is not None:
         return reason, None, None
     site.hit()
+    if plan is not None and plan[1] == "BSND":
+        return None, op.run(plan, query, key, value), None
     batch, length, heads, _ = query.shape
+    if plan is not None:
+        q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        return None, op.run(plan, q, k, v).view(batch, length, heads, -1), None
     tensors, layout = _laid_out(query, key, value, mask)
     if not with_lse:
         out = op.attention(*tensors, mask, layout=layout, scale=scale)
@@ -187,17 +194,17 @@ def _choose(
     enable_gqa: bool,
     with_lse: bool,
     options: Mapping[str, Any],
-) -> tuple[str | None, Mask]:
-    """Why the operator cannot take the call, or None; and the mask for it."""
-    plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
+) -> tuple[str | None, Mask, op.Plan | None]:
+    """Why the operator cannot take the call, or None; the mask for it; and the plan, where one can be had."""
+    plain = type(query) is type(key) is type(value) is Tensor
     if not plain and (reason := subclass_reason(query, key, value)):
-        return reason, _NO_MASK
+        return reason, _NO_MASK, None
     if transforming():
-        return FUNCTORCH, _NO_MASK
+        return FUNCTORCH, _NO_MASK, None
     if type_checking():
-        return TYPE_CHECKING_REASON, _NO_MASK
+        return TYPE_CHECKING_REASON, _NO_MASK, None
     source = getattr(block_mask, "source", None)
-    dtype, device = query.dtype, query.device
+    dtype, index = query.dtype, query.get_device()  # -1 on the host
     if (
         source is None  # a foreign mask
         or with_lse
@@ -205,16 +212,27 @@ def _choose(
         or is_compiling()
         or key.dtype is not dtype
         or value.dtype is not dtype
-        or key.device != device
-        or value.device != device
+        or key.get_device() != index
+        or value.get_device() != index
     ):
-        return _ask(query, key, value, block_mask, scale, enable_gqa, with_lse, options)
+        return *_ask(query, key, value, block_mask, scale, enable_gqa, with_lse, options), None
     # What is left depends on shapes, type and device alone: asked once per mask, for all layers of a step.
-    question = (query.shape, key.shape, value.shape, dtype, device, enable_gqa, options["dense_mask_limit"])
-    answer = source.answers.get(question)
+    limit = options["dense_mask_limit"]
+    question = (query.shape, key.shape, value.shape, dtype, index, scale, enable_gqa, limit)
+    answer: tuple[str | None, Mask, op.Plan | None] | None = source.answers.get(question)
     if answer is None:
-        answer = _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
-        source.answers[question] = answer
+        reason, mask = _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
+        plan = None
+        if reason is None:
+            if mask.kind == "documents":
+                q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+                found = op.plan(q, k, v, mask, "TND", scale)
+            else:
+                found = op.plan(query, key, value, mask, "BSND", scale)
+            plan = None if isinstance(found, str) else found
+        answer = reason, mask, plan
+        if reason is not None or plan is not None:
+            source.answers[question] = answer
     return answer
 
 

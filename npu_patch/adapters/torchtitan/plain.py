@@ -21,6 +21,7 @@ from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 MEANING = "causal or full attention"
 KEYWORDS = {"scale", "enable_gqa", "is_causal"}
+_CAUSAL, _FULL = Mask.causal("upper_left"), Mask.full()
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -138,14 +139,15 @@ def _attend(
         return "scaled_dot_product_attention is somebody else's, as in context parallelism", None
     if q.dim() != layout.rank or k.dim() != layout.rank or v.dim() != layout.rank:
         return f"query, key and value are not {layout.name}", None
-    inside = layout.inside
-    query, key, value = inside(q), inside(k), inside(v)
+    same, inside = layout is BLNH, layout.inside
+    query, key, value = (q, k, v) if same else (inside(q), inside(k), inside(v))
     if reason := shape_reason(query, key, enable_gqa):
         return reason, None
     if torch.is_autocast_enabled("npu"):
         query, key, value = cast(query, key, value)
-    mask = Mask.causal("upper_left") if is_causal else Mask.full()
-    if reason := op.unsupported(query, key, value, mask, layout="BSND", scale=scale):
+    mask = _CAUSAL if is_causal else _FULL
+    reason, out = op.attend(query, key, value, mask, "BSND", scale)
+    if reason is not None:
         return reason, None
     site.hit()
-    return None, layout.outside(op.attention(query, key, value, mask, layout="BSND", scale=scale))
+    return None, out if same else layout.outside(out)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ...ops.guards import keep, subclass_reason
+from ...ops.guards import keep, subclass_reason, transforming
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY, dtensors, rope_functions
@@ -19,6 +19,7 @@ from .positions import known_facts
 from .rope_meaning import NotRecognised, RotaryClass, recognise_forward, recognise_rotation
 from .rope_rotation import Plan, Tensors, call_reason, pair_reason, plan, rotate, rotate_traced
 from .rope_rows import given_rows, known_tables, shared_rows
+from .typecheck import watched
 
 _OP = "rope"
 
@@ -70,6 +71,7 @@ def _forward_adapter(
     cls: Any, rotation: RotaryClass, ranks: frozenset[int]
 ) -> Callable[[Any, Site], Callable[..., Any]]:
     reshape_cache, kind = cls._reshape_cache, rotation.kind
+    ranks = _BLNH if ranks == _BLNH else ranks
 
     def is_like(own: Any) -> bool:
         return own._reshape_cache is reshape_cache and own.apply_rotary_emb is cls.apply_rotary_emb
@@ -84,14 +86,15 @@ def _forward_adapter(
         if is_compiling() or (own is not cls and not is_like(own)):
             return None
         cache, places = self.cache, None
-        if dtensors.is_distributed(query):
+        plain = type(query) is type(key) is Tensor
+        if not plain and dtensors.is_distributed(query):
             found = dtensors.heads((query, key), cache)
             if isinstance(found, str) or dtensors.is_distributed(positions):
                 return None
             places, (query, key), cache = found
-        if call_reason((query, key)) is not None:
+        if (watched() or transforming()) if plain else call_reason((query, key)) is not None:
             return None
-        if ranks != _BLNH:
+        if ranks is not _BLNH:
             if query.dim() not in ranks or key.dim() != query.dim():
                 return None
             if query.dim() == 3:
@@ -136,28 +139,29 @@ def _shared(
     cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | None, kind: str, site: Site
 ) -> Tensors | None:
     """Both rotated, counted; None where the original has to run."""
-    chosen = _shared_plan(cache, query, key, positions, kind, _wide(site))
+    wide = _wide(site)
+    # Asked once per positions tensor for all layers with these tables: what is left are shapes, types and devices.
+    facts = (kind, wide, query.shape, key.shape, query.dtype, key.dtype, query.device, key.device)
+    known = None if positions is None else known_facts(positions)
+    tables = None if cache.requires_grad else known_tables(cache)
+    chosen: Plan | None = None
+    if known is not None and tables is not None:
+        chosen = known.ready.get((tables, facts))
     if chosen is None:
-        return None
+        chosen = _make_plan(cache, query, key, positions, kind, wide, facts)
+        if chosen is None:
+            return None
     site.hit()
     return rotate((query, key), chosen)
 
 
-def _shared_plan(
-    cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | None, kind: str, wide: bool
+def _make_plan(
+    cache: Tensor, query: Tensor, key: Tensor, positions: Tensor | None, kind: str, wide: bool, facts: tuple[Any, ...]
 ) -> Plan | None:
-    """The plan for a call of a rotary forward; None where the original has to run."""
-    known = None if positions is None else known_facts(positions)
-    tables = None if cache.requires_grad else known_tables(cache)
+    """The plan for a call of a rotary forward, remembered; None where the original has to run."""
     device = query.device
-    facts = (kind, wide, query.shape, key.shape, query.dtype, key.dtype, device)
-    ready: Plan | None = None
-    if key.device != device or query.dim() != 4:
+    if key.device != device or query.dim() != 4 or device.type != "npu":
         return None
-    if known is not None and tables is not None:
-        ready = known.ready.get((tables, facts))
-    if ready is not None or device.type != "npu":
-        return ready
     rows = shared_rows(cache, query.shape[0], query.shape[1], positions, kind)
     made = None if rows is None else plan((query, key), rows, _wide_for(query, key, wide))
     if not isinstance(made, Plan):

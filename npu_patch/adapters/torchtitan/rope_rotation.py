@@ -122,6 +122,9 @@ def rotate(tensors: Tensors, chosen: Plan) -> Tensors:
     # swap: these tables are never those of (B, N, S, D).
     turn = op.rotate_by_constants
     if not folded and not swapped:
+        if len(tensors) == 2:
+            first, last = tensors
+            return turn(first, cos, sin, mode, adjoint, False), turn(last, cos, sin, mode, adjoint, False)
         return tuple(turn(x, cos, sin, mode, adjoint, False) for x in tensors)
     outputs = []
     for x in tensors:
@@ -134,6 +137,8 @@ def rotate(tensors: Tensors, chosen: Plan) -> Tensors:
 
 def _turn(tensors: Tensors, cos: Tensor, sin: Tensor, mode: str, folded: bool, swapped: bool) -> Tensors:
     """All rotated by one operator; cast up on the way into a buffer and back on the way out of the result."""
+    if len(tensors) == 2 and not folded and not swapped:
+        return _turn_pair(*tensors, cos, sin, mode)
     views = [x.transpose(1, 2) for x in tensors] if swapped else tensors
     batch, length, _, size = views[0].shape
     heads = [view.shape[2] for view in views]
@@ -152,6 +157,16 @@ def _turn(tensors: Tensors, cos: Tensor, sin: Tensor, mode: str, folded: bool, s
         else:
             outputs.append(part.to(x.dtype))
     return tuple(outputs)
+
+
+def _turn_pair(first: Tensor, last: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensors:
+    """`_turn` of two tensors as they are, the usual call, without its lists."""
+    batch, length, heads, size = first.shape
+    room = first.new_empty((batch, length, heads + last.shape[2], size), dtype=torch.float32)
+    room[:, :, :heads].copy_(first)
+    room[:, :, heads:].copy_(last)
+    turned = op.rotate(room, cos, sin, mode, swap=False)
+    return turned[:, :, :heads].to(first.dtype), turned[:, :, heads:].to(last.dtype)
 
 
 class _RotateWide(torch.autograd.Function):

@@ -161,18 +161,21 @@ def _attend(
         dtype = torch.get_autocast_dtype("npu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:
-        dense = None if is_compiling() else dense_of.get(attention_mask)
-        if dense is not None:
-            return fused(query, key, value, dense, scaling, site, None, dropout)
-        known = masks.known(attention_mask, query, key)
-        if known is not None:
-            reason, output = fused(query, key, value, known, scaling, site, None, dropout)
-            if reason is None or known.kind != "documents":
-                return reason, output
+        built = None if is_compiling() else masks.built(attention_mask)
+        if built is not None:
+            known = built.written
+            if built.mask is not None and (built.batch, built.q_len) == (shape[0], shape[2]):
+                known = built.mask if built.kv_len == key_shape[2] else known
+            if known is not None:
+                reason, output = fused(query, key, value, known, scaling, site, None, dropout)
+                if reason is None or known.kind != "documents":
+                    return reason, output
         if attention_mask.dtype is torch.bool:
             if query.device.type != "npu":  # before anything is made of the mask
                 return NOT_ON_NPU, None
             mask = dense_of(attention_mask)
+            if built is not None and dense_of.get(attention_mask) is mask:
+                built.written = mask
         elif attention_mask.is_floating_point():
             hard = masks.is_hard(attention_mask)
             mask = hidden_where_not_zero(attention_mask) if hard else op.Mask.full().with_bias(attention_mask)

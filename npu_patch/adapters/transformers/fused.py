@@ -70,11 +70,10 @@ def fused(
     if not (query.is_contiguous() and key.is_contiguous()):
         layout = "BSND"
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    reason = op.unsupported(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
+    reason, output = op.attend(query, key, value, mask, layout, scale, dropout, sinks)
     if reason is not None:
         return reason, None
     site.hit()
-    output = op.attention(query, key, value, mask, layout=layout, scale=scale, sinks=sinks, dropout=dropout)
     return None, (output if layout == "BSND" else output.transpose(1, 2)).contiguous()
 
 
@@ -90,10 +89,10 @@ def _packed(
 ) -> tuple[str | None, Any]:
     """The same for documents, which the operator takes as (T, N, D)."""
     batch, _, length, _ = query.shape
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    reason = op.unsupported(query, key, value, mask, layout="TND", scale=scale, sinks=sinks, dropout=dropout)
+    query = query.transpose(1, 2).flatten(0, 1)
+    key, value = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
+    reason, output = op.attend(query, key, value, mask, "TND", scale, dropout, sinks)
     if reason is not None:
         return reason, None
     site.hit()
-    output = op.attention(query, key, value, mask, layout="TND", scale=scale, sinks=sinks, dropout=dropout)
     return None, output.unflatten(0, (batch, length)).contiguous()

@@ -31,19 +31,21 @@ _REGISTRY = "ALL_MASK_ATTENTION_FUNCTIONS"
 _FIND_PACKED = "find_packed_sequence_indices"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Built:
     """A mask that a builder returned.
 
     Args:
         mask: what it shows, where it has a compact form.
         batch, q_len, kv_len: the sizes for which that holds.
+        written: the mask as it is, for the operator, once somebody has made that.
     """
 
     mask: Mask | None
     batch: int
     q_len: int
     kv_len: int
+    written: Mask | None = None
 
 
 _built: PerTensor[_Built] = PerTensor(anew=True)
@@ -52,14 +54,19 @@ _all_seen: PerTensor[bool] = PerTensor()  # padding masks that hide nothing
 _padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding mask", default=None)
 
 
+built = _built.get
+"""What is known of a mask that a builder returned; not while compiling."""
+
+
 def known(attention_mask: Tensor, query: Tensor, key: Tensor) -> Mask | None:
     """The compact form of a mask for (B, N, S, D) tensors, or None."""
     if is_compiling():
         return None
-    built = _built.get(attention_mask)
-    if built is None or (built.batch, built.q_len, built.kv_len) != (query.shape[0], query.shape[2], key.shape[2]):
+    found = _built.get(attention_mask)
+    if found is None or found.mask is None:
         return None
-    return built.mask
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    return found.mask if sizes == (found.batch, found.q_len, found.kv_len) else None
 
 
 def is_hard(attention_mask: Tensor) -> bool:

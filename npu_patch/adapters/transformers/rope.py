@@ -159,7 +159,8 @@ class _Rotation:
             return "query and key differ in type"
         if sin.dtype is not table_dtype or sin.shape != table:
             return "cos and sin differ"
-        if last.device != device or cos.device != device or sin.device != device:
+        index = first.get_device()  # -1 is the host; beside it a process with an NPU has no other kind of device
+        if last.get_device() != index or cos.get_device() != index or sin.get_device() != index:
             return "query, key and tables are not on one device"
         learned = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
         facts = (first.shape, last.shape, dtype, table, table_dtype, device, dim, learned)
@@ -208,17 +209,19 @@ class _Rotation:
         if isinstance(plan, str):
             return plan, ()
         site.hit()
+        _, _, _, _, (first_swap, last_swap), learned, as_given = plan
         parts = tensors
-        if not plan.as_given:
+        if not as_given:
             parts, cos, sin = self._prepared(plan, tensors, cos, sin)
-        records = torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad)
-        adjoint = self._adjoint_of(sin).unsqueeze(dim) if records else None
+        adjoint = None
+        if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
+            adjoint = self._adjoint_of(sin).unsqueeze(dim)
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
-        mode, (first_swap, last_swap) = self.mode, plan.swaps
-        rotate = op.rotate if plan.learned else op.rotate_by_constants
+        mode = self.mode
+        rotate = op.rotate if learned else op.rotate_by_constants
         first = rotate(parts[0], cos, sin, mode, adjoint, first_swap)
         outputs = (first,) if len(parts) == 1 else (first, rotate(parts[1], cos, sin, mode, adjoint, last_swap))
-        return None, outputs if plan.as_given else self._finished(plan, tensors, outputs)
+        return None, outputs if as_given else self._finished(plan, tensors, outputs)
 
     def _prepared(
         self, plan: _Plan, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor

@@ -523,6 +523,7 @@ def test_type_checking_runs_the_originals(monkeypatch):
     import spmd_types
 
     monkeypatch.setattr(spmd_types, "is_type_checking", lambda: True)
+    monkeypatch.setattr("npu_patch.adapters.torchtitan.typecheck._function_modes", lambda: 1)
     assert fallback_reasons(*qkv(), enable_gqa=True) == ["spmd type checking does not know the fused operators"]
 
 

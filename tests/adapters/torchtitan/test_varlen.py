@@ -196,6 +196,7 @@ def test_what_the_operator_cannot_honour_runs_the_original(monkeypatch):
     import spmd_types
 
     monkeypatch.setattr(spmd_types, "is_type_checking", lambda: True)
+    monkeypatch.setattr("npu_patch.adapters.torchtitan.typecheck._function_modes", lambda: 1)
     assert reasons(varlen(), *tensors, **options) == ["spmd type checking does not know the fused operators"]
 
 
