@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from collections import defaultdict
@@ -40,12 +41,15 @@ class Watch:
         Raises:
             NotRecognised: it went on after an error of its own.
         """
-        before, known = sys.gettrace(), len(self.errors)
+        before, known, collects = sys.gettrace(), len(self.errors), gc.isenabled()
+        gc.disable()  # finalizers of others would be watched
         sys.settrace(self._enter)
         try:
             result = function(*args, **kwargs)
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
         if len(self.errors) > known:
             from .bracket import NotRecognised
 
@@ -67,6 +71,8 @@ class Watch:
             return None
         if code.co_name == "__getitem__" and isinstance(frame.f_locals.get(code.co_varnames[0]), Mapping):
             return None
+        if _importing(frame):
+            return None
         if code not in self.entered:
             local = frame.f_locals
             free = {name: local[name] for name in code.co_freevars if name in local}
@@ -84,3 +90,13 @@ class Watch:
             return step
 
         return step
+
+
+def _importing(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to an import that torch makes when something of it is first used: anybody's hooks run."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code is not Watch.run.__code__:
+        if caller.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        caller = caller.f_back
+    return False

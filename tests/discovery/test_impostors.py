@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import sys
 import types
 from typing import Any
@@ -168,6 +170,30 @@ def test_methods_and_functions_that_take_part_are_known():
 def test_what_serves_every_model_is_trusted_and_other_code_of_models_is_not(home, near, far):
     watch = Watch(home)
     assert [name for name in (*near, *far) if watch.near(name)] == [*near]
+
+
+def test_what_imports_and_the_collector_run_is_not_watched(monkeypatch):
+    class Finder:
+        looked = 0
+
+        @classmethod
+        def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
+            cls.looked += name == "a_module_that_is_not_there"
+
+    def function() -> bool:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("a_module_that_is_not_there")
+        return gc.isenabled()
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    watch = Watch(__name__)
+    with pytest.raises(NotRecognised, match="catches an error"):
+        watch.run(function)
+    assert Finder.looked == 1
+    assert set(watch.entered) == {function.__code__}
+    assert gc.isenabled()
+    assert Watch(__name__).run(gc.isenabled) is False
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("cls", [variants.ByDimensions, impostors.Leaves, impostors.OnAnNPU])
