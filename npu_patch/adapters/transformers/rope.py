@@ -254,9 +254,10 @@ def _with_rest(y: Tensor, x: Tensor, width: int, trailing: bool) -> Tensor:
     """The rotated part of each head, and the part that the tables do not reach."""
     if width == x.shape[-1]:
         return y
-    if trailing:
-        return torch.cat((x[..., :-width].to(y.dtype), y), -1)
-    return torch.cat((y, x[..., width:].to(y.dtype)), -1)
+    rest = x[..., :-width] if trailing else x[..., width:]
+    if rest.dtype is not y.dtype:
+        rest = rest.to(y.dtype)
+    return torch.cat((rest, y) if trailing else (y, rest), -1)
 
 
 _FLOAT32 = Derived(Tensor.float)
