@@ -184,7 +184,8 @@ class Trace(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        # A collective's result may come as a tensor that waits when it is used; it has no memory of its own.
+        outputs = [held for x in tree_leaves(result) if isinstance(x, torch.Tensor) for held in _inner_tensors(x)]
         fake = any(isinstance(x, FakeTensor) for x in (*inputs, *outputs))  # shapes only: nothing runs
         if not fake and (on_device or any(is_npu(x) for x in outputs)):
             self._count(op, args, kwargs, inputs, outputs)
@@ -253,7 +254,11 @@ class Trace(TorchDispatchMode):
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The NPU tensors that hold the data of ``tensor``: itself, or the inner ones of a DTensor and its like."""
+    return [inner for inner in _inner_tensors(tensor) if is_npu(inner)]
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
-    return [tensor] if is_npu(tensor) else []
+        return [inner for name in names for inner in _inner_tensors(getattr(tensor, name))]
+    return [tensor]

@@ -17,7 +17,7 @@ import torch_npu  # noqa: F401  (the launcher switches autoloading off)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -133,6 +133,11 @@ def wrappers() -> None:
     assert t.launches_by_op["exp"] == 1, t.launches_by_op
     assert t.ops["exp"].bytes_read == t.ops["exp"].bytes_written == local, "a DTensor counts its local tensor"
     assert t.saved_bytes == local, "the saved result of exp"
+    with npu_patch.simulator.trace() as t:
+        summed = DTensor.from_local(w, mesh, [Replicate()]) @ DTensor.from_local(w, mesh, [Partial()])
+        rows = summed.redistribute(placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
+    assert torch.allclose(rows, (WORLD * w @ w).chunk(WORLD)[RANK], atol=1e-4), "DTensor, results that are waited for"
+    assert t.launches_by_op["_c10d_functional.reduce_scatter_tensor"] == 1, t.launches_by_op
 
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(DEVICE)
