@@ -289,10 +289,10 @@ def test_bfloat16_calls_are_no_worse_than_the_originals(name):
 
 
 def _assert_no_worse_but_for_queries(fused: Any, original: Any, calls: Any) -> None:
-    """gpt_oss has a bias in its keys, which the exact gradient of a query cancels.
+    """A fused backward takes the sum over a row from the rounded output.
 
-    A fused backward takes the sum over a row from the rounded output, so that the bias is left over, times that
-    rounding.  Everything else, and all gradients together, are closer than the original's.
+    What that is off by is multiplied with the mean of the keys that a query sees, which is large where keys have a
+    bias, as in gpt_oss.  Everything else, and all gradients together, are closer than the original's.
     """
     ours, theirs = (errors(function, calls, original) for function in (fused, original))
     sinks, queries = "gradient 0", "gradient 1"  # of four sinks: too few numbers for a statistic of their own
