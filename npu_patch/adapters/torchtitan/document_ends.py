@@ -64,7 +64,7 @@ def parts_of(metadata: Any, q_total: int, kv_total: int, window: tuple[int, int]
     """What the operator is to be called with for the documents of metadata, or why it cannot be."""
     q_lengths, kv_lengths = metadata.cu_seq_q, metadata.cu_seq_k
     for lengths in (q_lengths, kv_lengths):
-        if type(lengths) is not Tensor or lengths.dim() != 1 or lengths.is_inference():
+        if type(lengths) is not Tensor or lengths.dim() != 1:
             return "the ends of documents are not a plain tensor"
     q_ends = _ends_of(q_lengths, getattr(metadata, "cu_seq_q_host", None))
     kv_ends = q_ends if kv_lengths is q_lengths else _ends_of(kv_lengths)

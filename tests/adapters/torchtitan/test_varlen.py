@@ -218,6 +218,32 @@ def test_lengths_that_change_in_place_are_read_again():
     )
 
 
+def test_inference_mode():
+    module, tensors, positions = varlen(), [x.detach() for x in qkv()], packed_positions(*ROWS)
+    wanted = stock(module, *tensors, attention_masks=metadata(positions), enable_gqa=True)
+    with torch.inference_mode():
+        foreign = given([0, 40, 47, 48, 80])
+        for meta in (metadata(positions), foreign):
+            out = fused(module, *tensors, attention_masks=meta, enable_gqa=True)
+            torch.testing.assert_close(out, wanted, rtol=2e-2, atol=1e-2)
+
+
+def test_undo_leaves_the_identical_originals():
+    from torchtitan.models import common
+    from torchtitan.models.common import decoder
+
+    def places():
+        name = "create_varlen_metadata_for_document"
+        modules = (attention, common, decoder)
+        return (vars(attention.VarlenAttention)["forward"], *(getattr(module, name) for module in modules))
+
+    before = places()
+    with npu_patch.scope("attention"):
+        assert all(a is not b for a, b in zip(places(), before, strict=True))
+        assert len(set(places()[1:])) == 1
+    assert all(a is b for a, b in zip(places(), before, strict=True))
+
+
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
 
