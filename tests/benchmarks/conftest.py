@@ -1,1 +1,5 @@
-from .overhead import judge, node, operators  # noqa: F401
+import pytest
+
+pytest.register_assert_rewrite("tests.benchmarks.overhead")
+
+from .overhead import judge, node, operators  # noqa: E402, F401

@@ -40,19 +40,17 @@ def built(kind, implementation, device):
     config = SimpleNamespace(
         _attn_implementation=implementation, sliding_window=WINDOW, attention_chunk_size=3, is_causal=True
     )
-    embeddings, positions, padding = torch.empty(2, 8, 4, device=device), None, None
+    embeddings, padding = torch.empty(2, 8, 4, device=device), None
     build = masking_utils.create_causal_mask
     if kind == "window":
         build = masking_utils.create_sliding_window_causal_mask
-    if kind == "packed":
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], list(range(8))], device=device)
     if kind == "padding":
         padding = torch.ones(2, 8, dtype=torch.long, device=device)
         padding[0, 0] = 0
-    return build(config, embeddings, padding, None, positions)
+    return build(config, embeddings, padding, None, None)
 
 
-@pytest.mark.parametrize("kind", ["causal", "full", "window", "packed", "padding"])
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "padding"])
 def test_an_sdpa_entry(judge, operators, device, layer, triangle, kind):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -62,7 +60,6 @@ def test_an_sdpa_entry(judge, operators, device, layer, triangle, kind):
         "causal": {"atten_mask": triangle, "sparse_mode": 2},
         "full": {},
         "window": {"atten_mask": triangle, "sparse_mode": 4, "pre_tockens": WINDOW - 1, "next_tockens": 0},
-        "packed": {"atten_mask": triangle, "sparse_mode": 3, "actual_seq_qlen": ENDS, "actual_seq_kvlen": ENDS},
         "padding": {
             "atten_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool, device=device),
             "sparse_mode": 1,
@@ -71,16 +68,9 @@ def test_an_sdpa_entry(judge, operators, device, layer, triangle, kind):
     }[kind]
 
     def bare(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
-        operator = torch.ops.npu.npu_fusion_attention.default
-        if kind != "packed":
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            heads = query.shape[2]
-            return operator(query, key, value, heads, "BSND", scale=scaling, **arguments)[0].contiguous(), None
-        batch, heads, length, _ = query.shape
-        query = query.transpose(1, 2).flatten(0, 1)
-        key, value = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-        output = operator(query, key, value, heads, "TND", scale=scaling, **arguments)[0]
-        return output.unflatten(0, (batch, length)).contiguous(), None
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        operator, heads = torch.ops.npu.npu_fusion_attention.default, query.shape[2]
+        return operator(query, key, value, heads, "BSND", scale=scaling, **arguments)[0].contiguous(), None
 
     # As a layer of a model calls it.
     keywords = {"dropout": 0.0, "scaling": 0.25, "position_ids": None, "use_cache": False}

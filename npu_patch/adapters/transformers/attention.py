@@ -163,9 +163,9 @@ def _attend(
     if attention_mask is not None:
         built = None if is_compiling() else masks.built(attention_mask)
         if built is not None:
-            known = built.written
-            if built.mask is not None and (built.batch, built.q_len) == (shape[0], shape[2]):
-                known = built.mask if built.kv_len == key_shape[2] else known
+            known = built.mask
+            if known is None or built.q_len != shape[2] or built.kv_len != key_shape[2] or built.batch != shape[0]:
+                known = built.written
             if known is not None:
                 reason, output = fused(query, key, value, known, scaling, site, None, dropout)
                 if reason is None or known.kind != "documents":

@@ -67,7 +67,7 @@ def fused(
         return _packed(query, key, value, mask, scale, site, sinks, dropout)
     # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
     layout = "BNSD"
-    if not (query.is_contiguous() and key.is_contiguous()):
+    if not query.is_contiguous() or not key.is_contiguous():
         layout = "BSND"
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     reason, output = op.attend(query, key, value, mask, layout, scale, dropout, sinks)
