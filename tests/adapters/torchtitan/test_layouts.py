@@ -232,3 +232,30 @@ def test_a_probe_leaves_no_trace(later):
     before = dict(vars(later)), {name: dict(vars(cls)) for name, cls in vars(later).items() if isinstance(cls, type)}
     list(attention.find(later))
     assert (dict(vars(later)), {n: dict(vars(c)) for n, c in vars(later).items() if isinstance(c, type)}) == before
+
+
+class Sharded(torch.Tensor):
+    """As context parallelism hands DTensors to plain attention: it has other ranks' keys to fetch."""
+
+
+@pytest.mark.parametrize("name", ["ScaledDotProductAttention", "FlexAttention"])
+def test_tensors_that_are_more_than_they_look_run_the_original(later, name):
+    tensors = [x.detach().as_subclass(Sharded) for x in qkv()]
+    with installed(later, name) as site, contextlib.suppress(AssertionError):
+        getattr(later, name)()(*tensors, attention_masks=None, enable_gqa=True)
+    assert (site.hits, site.fallbacks) == (0, {"Sharded is not a plain tensor": 1})
+
+
+def test_somebody_else_s_attention_function_runs(later, monkeypatch):
+    tensors, calls = qkv(), []
+    genuine = torch.nn.functional.scaled_dot_product_attention
+
+    def ring(*args, **kwargs):
+        calls.append(args)
+        return genuine(*args, **kwargs)
+
+    with installed(later, "ScaledDotProductAttention") as site:
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ring)
+        later.ScaledDotProductAttention()(*tensors, enable_gqa=True)
+    assert len(calls) == 1
+    assert site.fallbacks == {"scaled_dot_product_attention is somebody else's, as in context parallelism": 1}
