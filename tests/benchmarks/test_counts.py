@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from tests.benchmarks import counts
+import npu_patch
+from tests.benchmarks import counts, models
 
 # (launches, bytes read and written): how many times fewer, with rms_norm, rope and attention
 AT_LEAST = {
@@ -21,6 +22,11 @@ DEFAULT_AT_LEAST = {
     "llama": (2.25, 1.95),
     "qwen3": (0.97 * 2.90, 2.30),
     "gemma3": (0.97 * 2.84, 2.80),
+}
+# Launches of torchtitan's models with the default ops, by the type of the rotary tables.
+BY_TABLES = {
+    "torchtitan llama3": {"float32": 2.05, "input": 2.4},
+    "torchtitan qwen3": {"float32": 3.05, "input": 3.5},
 }
 measured = functools.cache(counts.compare)
 
@@ -45,6 +51,25 @@ def test_the_default_ops_are_no_worse_than_patches_written_by_hand(name):
     assert before.ratio(after, "launches") >= launches
     assert before.ratio(after, "moved") >= moved
     assert after.loss == pytest.approx(before.loss, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", BY_TABLES)
+def test_rotary_tables_in_the_type_of_the_input_launch_and_move_less(name):
+    subject = models.subject(name)
+    seen = {}
+    try:
+        for tables in ("float32", "input"):
+            npu_patch.configure("rope", tables=tables)
+            seen[tables] = counts.measure(subject, counts.DEFAULT)
+    finally:
+        npu_patch.configure("rope", tables="float32")
+    before = measured(name)["unpatched"]
+    for tables, after in seen.items():
+        assert before.ratio(after, "launches") >= BY_TABLES[name][tables]
+        assert after.saved < before.saved
+        assert after.syncs <= 1
+    assert seen["input"].moved < seen["float32"].moved
+    assert seen["input"].loss == pytest.approx(before.loss, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", AT_LEAST)
