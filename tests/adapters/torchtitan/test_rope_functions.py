@@ -174,6 +174,19 @@ def test_a_cache_or_positions_that_change_are_read_again(family):
 
 
 @previous
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_the_same_positions_and_another_cache(family):
+    module, positions, inputs = module_of(family), POSITIONS["per sample"].to("npu"), tensors()
+    caches = cache_of(family), cache_of(family) * 0.5
+    expected = [step(module.apply_rotary_emb, inputs, cache, positions) for cache in caches]
+    with npu_patch.scope("rope"):
+        results = [step(module.apply_rotary_emb, inputs, cache, positions) for cache in caches]
+    for result, wanted in zip(results, expected, strict=True):
+        for ours, theirs in zip(result, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@previous
 def test_wrong_arguments_raise_the_original_s_error():
     module, cache, (q, k) = module_of("llama3"), cache_of("llama3"), tensors()
     wrong = [
