@@ -18,25 +18,30 @@ from .trainer_runs import Run, model_flags, train
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trainer")]
 
 STEPS = 5
-OPS = "rms_norm,rope,attention"
-FLAGS = f"--debug.seed 0 --training.steps {STEPS} --training.seq_len 64".split()
+OPS = "rms_norm,rope,attention,swiglu,cross_entropy"
+FEWER_STEPS = {"flux": 2}  # 258 million parameters
+FLAGS = ["--debug.seed", "0", "--training.seq_len", "64"]
+#: With the rate of its debug models the losses of 0.2.2 jump, and from there on rounding errors grow to any size.
+FLAGS += ["--optimizer.lr", "1e-4"] if PREVIOUS else []
 LAYERS = 6  # of llama3's debug model
+CHUNKS = 1 if PREVIOUS else 8  # of its loss
 
 #: Model → its flags, and the calls of each op in one step (forward, loss, backward) without activation checkpointing.
+#: 0.3.0 computes the loss in eight chunks.
 CURRENT_MODELS = {
-    "llama3": ("llama3 llama3_debugmodel", (13, 6, 6)),
-    "llama3 varlen": ("llama3 llama3_debugmodel_varlen_attn", (13, 6, 6)),
-    "qwen3": ("qwen3 qwen3_debugmodel", (33, 8, 8)),
-    "muse_glimmer": ("muse_glimmer muse_glimmer_debugmodel", (50, 6, 8)),
-    "muse_glimmer_mm": ("muse_glimmer muse_glimmer_debugmodel_mm", (51, 9, 11)),
-    "flux": ("flux flux_debugmodel", (12, 4, 4)),
+    "llama3": ("llama3 llama3_debugmodel", (13, 6, 6, 6, 8)),
+    "llama3 varlen": ("llama3 llama3_debugmodel_varlen_attn", (13, 6, 6, 6, 8)),
+    "qwen3": ("qwen3 qwen3_debugmodel", (33, 8, 8, 8, 8)),
+    "muse_glimmer": ("muse_glimmer muse_glimmer_debugmodel", (50, 6, 8, 8, 8)),
+    "muse_glimmer_mm": ("muse_glimmer muse_glimmer_debugmodel_mm", (51, 9, 11, 8, 8)),
+    "flux": ("flux flux_debugmodel", (12, 4, 4, 0, 0)),
 }
 PREVIOUS_MODELS = {
-    "llama3": ("llama3 debugmodel", (13, 6, 6)),
-    "llama3 flex": ("llama3 debugmodel_flex_attn", (13, 6, 6)),
-    "llama3 varlen": ("llama3 debugmodel_varlen_attn", (13, 6, 6)),
-    "qwen3": ("qwen3 debugmodel", (33, 8, 8)),
-    "flux": ("flux flux-debug", (12, 4, 4)),
+    "llama3": ("llama3 debugmodel", (13, 6, 6, 6, 1)),
+    "llama3 flex": ("llama3 debugmodel_flex_attn", (13, 6, 6, 6, 1)),
+    "llama3 varlen": ("llama3 debugmodel_varlen_attn", (13, 6, 6, 6, 1)),
+    "qwen3": ("qwen3 debugmodel", (33, 8, 8, 8, 1)),
+    "flux": ("flux flux-debug", (12, 4, 4, 0, 0)),
 }
 MODELS = PREVIOUS_MODELS if PREVIOUS else CURRENT_MODELS
 #: What cannot run without patches, and the model whose losses are the same.
@@ -44,24 +49,26 @@ STAND_INS = {"llama3 varlen": "llama3 flex" if PREVIOUS else "llama3"}
 #: muse_glimmer wants `spmd_types`, which torchtitan 0.3.0 has for two ranks only with torch 2.14; the tied weights of
 #: qwen3 in 0.2.2 are refused by the FSDP of torch 2.13.
 SHARDED = ["llama3", "llama3 flex", "flux"] if PREVIOUS else ["llama3", "qwen3", "flux"]
-TENSOR_PARALLEL = ["llama3", "qwen3"]
 
 
-def flags(model, checkpointing="none", more=()):
+def steps_of(model):
+    return FEWER_STEPS.get(model, STEPS)
+
+
+def flags(model, checkpointing="none", more=(), steps=None):
     family, flavor = MODELS[model][0].split()
+    every = [*model_flags(family, flavor), *FLAGS, "--training.steps", str(steps or steps_of(model)), *more]
     if PREVIOUS:
         option = {"selective": ["--activation_checkpoint.selective_ac_option", "op"]}.get(checkpointing, [])
-        return [*model_flags(family, flavor), *FLAGS, *more, "--activation_checkpoint.mode", checkpointing, *option]
-    return [*model_flags(family, flavor), *FLAGS, *more, f"activation_checkpoint:{checkpointing}"]
+        return [*every, "--activation_checkpoint.mode", checkpointing, *option]
+    return [*every, f"activation_checkpoint:{checkpointing}"]
 
 
 def saving(folder):
     """Saves everything after the last step; loads what is there before the first."""
-    everything = (
-        ["--checkpoint.last_save_model_only", "False"] if PREVIOUS else ["--checkpoint.no-last-save-model-only"]
-    )
     dump = "--job.dump_folder" if PREVIOUS else "--dump_folder"
-    return ["--checkpoint.enable", "--checkpoint.interval", "1000", *everything, dump, str(folder)]
+    options = "--checkpoint.enable --checkpoint.interval 1000 --checkpoint.no-last-save-model-only"
+    return [*options.split(), dump, str(folder)]
 
 
 def both(model, name, more=()):
@@ -75,11 +82,10 @@ def alone(tmp_path_factory):
     """One rank: every model, and llama3 with activation checkpointing and with saved checkpoints."""
     folder = tmp_path_factory.mktemp("alone")
     runs = [run for model in MODELS if model != "llama3" for run in both(model, model)]
-    further = ["--training.steps", str(STEPS + 1)]
     for name, ops, other in (("stock", None, OPS), ("patched", OPS, None)):
         saved = saving(folder / name)
         runs.append(Run(f"llama3 {name}", flags("llama3", more=saved), ops, trace=ops is not None, keep=True))
-        runs.append(Run(f"{name}, resumed", flags("llama3", more=[*saved, *further]), other, keep=True))
+        runs.append(Run(f"{name}, resumed", flags("llama3", more=saved, steps=STEPS + 1), other, keep=True))
     for mode in ("selective", "full"):
         runs.append(Run(mode, flags("llama3", mode), OPS, trace=True, keep=True))
     return {name: result for name, (result,) in train(folder / "files", 1, runs).items()}
@@ -93,37 +99,45 @@ def pair(tmp_path_factory):
     backend = [] if PREVIOUS else ["--parallelism.spmd_backend", "partial_dtensor"]
     split = [*backend, "--parallelism.tensor_parallel_degree", "2"]
     runs = [run for model in SHARDED for run in both(model, f"{model} sharded", backend)]
-    runs += [run for model in TENSOR_PARALLEL for run in both(model, f"{model} split", split)]
+    runs += [run for model in ("llama3", "qwen3") for run in both(model, f"{model} split", split)]
     return train(tmp_path_factory.mktemp("pair"), 2, runs)
 
 
-def assert_same_course(stock, patched, per_step):
-    """The same losses; every call of every op ran the fused operator."""
-    assert patched.steps == stock.steps == list(range(1, STEPS + 1))
+def assert_same_course(model, stock, patched, left_alone=()):
+    """The same losses; every call ran the fused operator, but for the ops `left_alone`, each with its reason."""
+    per_step, steps = dict(zip(OPS.split(","), MODELS[model][1], strict=True)), steps_of(model)
+    assert patched.steps == stock.steps == list(range(1, steps + 1))
     assert patched.losses[0] == pytest.approx(stock.losses[0], rel=1e-4)
     assert patched.grad_norms[0] == pytest.approx(stock.grad_norms[0], rel=1e-2)
     assert patched.losses == pytest.approx(stock.losses, rel=1e-3)
     assert (stock.hits, stock.fallbacks) == ({}, {})
-    assert patched.hits == {op: STEPS * number for op, number in zip(OPS.split(","), per_step, strict=True)}
-    assert patched.fallbacks == {}
+    fallbacks = {f"{op}: {reason}": steps * per_step.pop(op) for op, reason in left_alone}
+    assert patched.hits == {op: steps * number for op, number in per_step.items() if number}
+    assert patched.fallbacks == fallbacks
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_trains_as_without_patches(alone, model):
-    stock = alone[f"{STAND_INS.get(model, model)} stock"]
-    assert_same_course(stock, alone[f"{model} patched"], MODELS[model][1])
+    assert_same_course(model, alone[f"{STAND_INS.get(model, model)} stock"], alone[f"{model} patched"])
 
 
 @pytest.mark.parametrize("model", SHARDED)
 def test_sharded_parameters_train_as_without_patches(pair, model):
     for stock, patched in zip(pair[f"{model} sharded stock"], pair[f"{model} sharded patched"], strict=True):
-        assert_same_course(stock, patched, MODELS[model][1])
+        assert_same_course(model, stock, patched)
 
 
-@pytest.mark.parametrize("model", TENSOR_PARALLEL)
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama3",
+        pytest.param("qwen3", marks=pytest.mark.xfail(PREVIOUS, reason="its attention gets DTensors", strict=True)),
+    ],
+)
 def test_tensor_parallel_ranks_compute_dtensors_by_fused_operators(pair, model):
+    left_alone = [("cross_entropy", "the vocabulary is spread over ranks")]
     for stock, patched in zip(pair[f"{model} split stock"], pair[f"{model} split patched"], strict=True):
-        assert_same_course(stock, patched, MODELS[model][1])
+        assert_same_course(model, stock, patched, left_alone)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -148,9 +162,15 @@ def test_each_fused_operator_runs_as_often_as_the_checkpointing_policy_says(alon
         "npu.npu_rotary_mul": LAYERS * (2 + again),  # the backward pass is the same operator
         "npu.npu_fusion_attention": LAYERS * (1 if kept else 1 + again),
         "npu.npu_fusion_attention_grad": LAYERS,
+        "npu.npu_swiglu": LAYERS * (1 + again),
+        "npu.npu_swiglu_backward": LAYERS,
+        "npu.npu_cross_entropy_loss": CHUNKS,
+        "npu.npu_cross_entropy_loss_backward": CHUNKS,
     }
     assert result.launches == {op: STEPS * number for op, number in per_step.items()}
-    calls = {"rms_norm": 2 * LAYERS * (1 + again) + 1, "rope": LAYERS * (1 + again), "attention": LAYERS * (1 + again)}
+    blocks = {"rms_norm": 2 * LAYERS, "rope": LAYERS, "attention": LAYERS, "swiglu": LAYERS}
+    calls = {op: number * (1 + again) for op, number in blocks.items()}
+    calls |= {"rms_norm": calls["rms_norm"] + 1, "cross_entropy": CHUNKS}
     assert result.hits == {op: STEPS * number for op, number in calls.items()}
 
 

@@ -139,6 +139,7 @@ def main() -> None:
     example.add_set_timeout()
     sys.argv[1:] = runs[0]["flags"]
     watch()
+    npu_patch.configure("swiglu", separate=True)
     results = {run["name"]: carry_out(run, recent) for run in runs}
     (folder / f"results.{RANK}.json").write_text(json.dumps(results))
 

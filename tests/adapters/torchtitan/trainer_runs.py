@@ -63,14 +63,18 @@ def train(folder: Path, ranks: int, runs: list[Run]) -> dict[str, list[Result]]:
         str(folder / "runs.json"),
         str(folder),
     ]
-    processes = [start(command, rank, ranks, folder) for rank in range(ranks)]
+    outputs = [folder / f"output.{rank}" for rank in range(ranks)]
+    processes = [start(command, rank, ranks, output) for rank, output in enumerate(outputs)]
     try:
-        outputs = [process.communicate(timeout=840)[0] for process in processes]
+        for process in processes:
+            process.wait(timeout=840)
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-6000:]
+    failed = [
+        output.read_text()[-3000:] for process, output in zip(processes, outputs, strict=True) if process.returncode
+    ]
+    assert not failed, "\n\n".join(failed)
     files = [json.loads((folder / f"results.{rank}.json").read_text()) for rank in range(ranks)]
     return {
         run.name: [Result(**file[run.name], tensors=tensors(run, folder, rank)) for rank, file in enumerate(files)]
@@ -90,15 +94,18 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(command: list[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen:
+def start(command: list[str], rank: int, ranks: int, output: Path) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NPU_PATCH_")}
     environment |= {"NPU_PATCH_OPS": "none", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(output.parent / "cache"),
+    }
     if not REAL_NPU:
         environment["NPU_PATCH_SIMULATE"] = str(ranks)
-    return subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    with output.open("w") as file:  # not a pipe: while one rank is waited for, another could fill its own
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
 
 def tensors(run: Run, folder: Path, rank: int) -> dict[str, Any]:
