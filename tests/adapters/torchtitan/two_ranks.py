@@ -172,8 +172,11 @@ def gathered_just_now() -> None:
 
 
 def what_the_original_refuses() -> None:
-    """Channels in parts, and a DTensor beside a plain weight: the original runs, and says what it says."""
+    """Channels or weights in parts, and a DTensor beside a plain weight: the original runs, and says what it says."""
+    parts = norm_of(16, torch.float32)(True)[0]
+    parts.weight = nn.Parameter(distribute_tensor(draw(3, 16), MESH, [Shard(0)]))
     cases = {
+        "a parameter or table that is spread": (parts, Shard(1)),
         "a DTensor whose rows are spread": (norm_of(16, torch.float32)(True)[0], Shard(2)),
         "DTensor beside a plain tensor": (norm_of(16, torch.float32)(False)[0], Shard(1)),
     }
