@@ -15,13 +15,15 @@ import torch
 
 from tests.conftest import REAL_NPU
 
+from .generation import current
+
 ROOT = Path(__file__).parents[3]
 EXAMPLE = str(ROOT / "examples" / "pretrain_torchtitan.py")
 FLAGS = shlex.split(
     "--module llama3 --config llama3_debugmodel --debug.seed 0 --training.steps 2 --training.seq_len 64 "
     "--parallelism.spmd_backend partial_dtensor"
 )
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretraining")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretraining"), current]
 
 
 def train(report, ranks, *flags, **variables):
@@ -69,7 +71,7 @@ def test_two_ranks_train_as_without_patches(tmp_path):
     assert len(patched) == len(stock) == 2
     assert patched == pytest.approx(stock, abs=1e-3)
     assert patched[1] < patched[0]
-    per_step = {"rms_norm": 13, "rope": 6, "attention": 6}
+    per_step = {"rms_norm": 13, "rope": 6, "attention": 6, "cross_entropy": 8}  # the loss comes in eight chunks
     assert hits(tmp_path / "patched") == [{op: 2 * count for op, count in per_step.items()}] * 2
     merged = json.loads((tmp_path / "patched" / "merged.json").read_text())["rows"]
     both = {op: {f"rank {rank}": 2 * count for rank in range(2)} for op, count in per_step.items()}
@@ -84,4 +86,5 @@ def test_a_single_process_needs_no_launcher(tmp_path):
         "rms_norm": 2 * 25,
         "rope": 2 * 12,
         "attention": 2 * 12,
+        "cross_entropy": 2 * 8,
     }  # selective checkpointing: forwards run twice
