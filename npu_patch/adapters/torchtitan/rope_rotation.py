@@ -7,7 +7,7 @@ user asks for that (`rope:tables=input`), every tensor goes straight to the oper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,8 @@ def rotate(tensors: Tensors, chosen: Plan) -> Tensors:
         if adjoint is not None:
             result: Tensors = _RotateWide.apply(cos, sin, adjoint, mode, folded, swapped, *tensors)
             return result
+        if len(tensors) == 2 and not folded and not swapped:
+            return _turn_pair(*tensors, cos, sin, mode, op.rotate_by_constants)
         return _turn(tensors, cos, sin, mode, folded, swapped)
     # swap: these tables are never those of (B, N, S, D).
     turn = op.rotate_by_constants
@@ -138,7 +140,7 @@ def rotate(tensors: Tensors, chosen: Plan) -> Tensors:
 def _turn(tensors: Tensors, cos: Tensor, sin: Tensor, mode: str, folded: bool, swapped: bool) -> Tensors:
     """All rotated by one operator; cast up on the way into a buffer and back on the way out of the result."""
     if len(tensors) == 2 and not folded and not swapped:
-        return _turn_pair(*tensors, cos, sin, mode)
+        return _turn_pair(*tensors, cos, sin, mode, op.rotate)
     views = [x.transpose(1, 2) for x in tensors] if swapped else tensors
     batch, length, _, size = views[0].shape
     heads = [view.shape[2] for view in views]
@@ -159,13 +161,19 @@ def _turn(tensors: Tensors, cos: Tensor, sin: Tensor, mode: str, folded: bool, s
     return tuple(outputs)
 
 
-def _turn_pair(first: Tensor, last: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensors:
-    """`_turn` of two tensors as they are, the usual call, without its lists."""
+def _turn_pair(
+    first: Tensor, last: Tensor, cos: Tensor, sin: Tensor, mode: str, turn: Callable[..., Tensor]
+) -> Tensors:
+    """`_turn` of two tensors as they are, the usual call, without its lists.
+
+    Args:
+        turn: `ops.rope.rotate`, or `rotate_by_constants` where no gradient is recorded.
+    """
     batch, length, heads, size = first.shape
     room = first.new_empty((batch, length, heads + last.shape[2], size), dtype=torch.float32)
     room[:, :, :heads].copy_(first)
     room[:, :, heads:].copy_(last)
-    turned = op.rotate(room, cos, sin, mode, swap=False)
+    turned = turn(room, cos, sin, mode, None, False)
     return turned[:, :, :heads].to(first.dtype), turned[:, :, heads:].to(last.dtype)
 
 

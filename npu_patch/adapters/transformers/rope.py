@@ -230,31 +230,42 @@ class _Rotation:
         parts, width = tensors, plan.width
         if plan.result is not None:
             cos, sin = _as(cos, plan.dtype), _as(sin, plan.dtype)
-            parts = tuple(x.to(plan.dtype) for x in tensors)
+            parts = _each(parts, lambda x: x.to(plan.dtype))
         if self.table is not None:
             cos, sin = self.table(cos), self.table(sin)
         if self.negated is not None:
             sin = self.negated(sin)
         if not plan.whole:
-            parts = tuple(x[..., -width:] if self.trailing else x[..., :width] for x in parts)
+            start = -width if self.trailing else 0
+            parts = _each(parts, lambda x: x.narrow(-1, start, width))
         if self.deinterleave:
-            parts = tuple(deinterleaved(x) for x in parts)
+            parts = _each(parts, deinterleaved)
         return parts, cos, sin
 
     def _finished(self, plan: _Plan, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What the function returns for what the operator returned."""
         if plan.result is not None:
-            outputs = tuple(y.to(plan.result) for y in outputs)
+            outputs = _each(outputs, lambda y: y.to(plan.result))
         if plan.whole:
             return outputs
-        return tuple(_with_rest(y, x, plan.width, self.trailing) for y, x in zip(outputs, tensors, strict=True))
+        first = _with_rest(outputs[0], tensors[0], plan.width, self.trailing)
+        if len(outputs) == 1:
+            return (first,)
+        return first, _with_rest(outputs[1], tensors[1], plan.width, self.trailing)
+
+
+def _each(tensors: tuple[Tensor, ...], change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """One or two tensors changed; this is called in every layer, where a generator would cost as much as the rest."""
+    first = change(tensors[0])
+    return (first,) if len(tensors) == 1 else (first, change(tensors[1]))
 
 
 def _with_rest(y: Tensor, x: Tensor, width: int, trailing: bool) -> Tensor:
     """The rotated part of each head, and the part that the tables do not reach."""
-    if width == x.shape[-1]:
+    size = x.shape[-1]
+    if width == size:
         return y
-    rest = x[..., :-width] if trailing else x[..., width:]
+    rest = x.narrow(-1, 0 if trailing else width, size - width)
     if rest.dtype is not y.dtype:
         rest = rest.to(y.dtype)
     return torch.cat((rest, y) if trailing else (y, rest), -1)
