@@ -13,6 +13,8 @@ os.environ["NPU_PATCH_OPS"] = "none"
 for variable in ("NPU_PATCH_REPORT", "NPU_PATCH_STRICT", "NPU_PATCH_LOG"):
     os.environ.pop(variable, None)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The models are tiny: several threads for one operator only wait for each other, and for the other test workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import npu_patch.simulator  # noqa: E402
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import npu_patch
 from npu_patch.registry import OPS
 from npu_patch.simulator import trace
+from tests.adapters.torchtitan.generation import PREVIOUS
 
 FILES = {
     "transformers": (
@@ -87,7 +88,9 @@ def test_torch_itself_is_never_written_to(library: str) -> None:
     for place, one, other in zip(places, before, during, strict=True):
         # imported meanwhile, warned of meanwhile
         modules = {name for name, value in other.items() if name not in one and isinstance(value, types.ModuleType)}
-        assert not changed(one, other) - modules - {"__warningregistry__"}, place
+        # torchtitan 0.2.2 has no norm of its own
+        known = {"forward"} if place is torch.nn.RMSNorm and PREVIOUS else set()
+        assert not changed(one, other) - modules - known - {"__warningregistry__"}, place
     assert not any(record.found.module.partition(".")[0] == "torch" for record in installed.values())
 
 

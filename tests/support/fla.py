@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import sys
 import types
@@ -60,14 +62,21 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Put the stand-in where `import fla` finds it, unless the package itself is installed."""
+    """Import torchtitan's qwen3_5 with the stand-in where `import fla` finds it, unless the package is installed.
+
+    Only while it is imported: transformers, too, would take the stand-in for the package.
+    """
+    if importlib.util.find_spec("fla") is not None:
+        return
+    for name, contents in _MODULES.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(contents, __path__=[])
+        sys.modules[name] = module
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
     try:
-        import fla  # noqa: F401
-    except ImportError:
-        for name, contents in _MODULES.items():
-            module = types.ModuleType(name)
-            module.__dict__.update(contents, __path__=[])
-            sys.modules[name] = module
-            parent, _, own = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], own, module)
+        importlib.import_module("torchtitan.models.qwen3_5")
+    finally:
+        for name in _MODULES:
+            del sys.modules[name]

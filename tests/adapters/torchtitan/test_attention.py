@@ -16,7 +16,10 @@ from npu_patch.adapters.torchtitan.block_mask import DenseMaskError, NpuBlockMas
 from npu_patch.simulator import trace
 from tests.adapters.torchtitan.test_mask_meaning import UNKNOWN, causal, dilated, prefix
 
+from .generation import current
 from .models import Counts, packed_positions, plain_positions, uncompilable, uncompiled
+
+pytestmark = current
 
 B, L, D = 2, 40, 16
 ROWS = ((40,), (7, 1, 32))

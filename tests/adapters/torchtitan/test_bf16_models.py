@@ -14,7 +14,10 @@ import torch
 import npu_patch
 from tests.support.numerics import Run, pooled_gradient_error, training_step
 
+from .generation import current
 from .models import OPS, build, loss_of, packed_positions, uncompiled
+
+pytestmark = current
 
 SEEDS = 16
 LENGTH = 24

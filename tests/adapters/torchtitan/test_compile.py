@@ -8,8 +8,11 @@ import torch
 import npu_patch
 from tests.support.numerics import relative_error, training_step
 
+from .generation import current
 from .models import BATCH, LENGTH, OPS, build, loss_of, packed_positions, plain_positions
 from .test_mask_meaning import dilated
+
+pytestmark = current
 
 
 def compiled(family, dtype=torch.float32):

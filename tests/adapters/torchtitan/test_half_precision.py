@@ -10,7 +10,10 @@ import torch
 import npu_patch
 from tests.support.numerics import assert_no_worse, recording
 
+from .generation import current
 from .models import build, loss_of, packed_positions, uncompiled
+
+pytestmark = current
 
 DOCUMENTS = ((20, 28), (7, 1, 40))
 

@@ -10,6 +10,10 @@ from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask,
 
 from npu_patch.adapters.torchtitan.mask_meaning import HEAD, SAMPLE, describe, reads, recognise
 
+from .generation import current
+
+pytestmark = current
+
 CPU = torch.device("cpu")
 
 

@@ -12,7 +12,10 @@ import npu_patch
 from npu_patch.simulator import trace
 from tests.support.numerics import assert_same_training, training_step
 
+from .generation import current
 from .models import OPS, Counts, build, loss_of, packed_positions, plain_positions, uncompilable, uncompiled
+
+pytestmark = current
 
 POSITIONS = {
     "plain": plain_positions,
@@ -116,7 +119,8 @@ def test_status_says_what_each_target_means():
     assert rows["torchtitan.models.common.nn_modules:RMSNorm.forward"].meaning.startswith("fp32")
     assert rows["torchtitan.models.common.rope:ComplexRoPE.forward"].meaning.startswith("interleave")
     assert rows["torchtitan.models.common.rope:CosSinRoPE.forward"].meaning.startswith("half")
-    assert {row.state for row in rows.values()} <= {"active", "compiled"}, rows
+    optional = {name for name, row in rows.items() if row.state == "off" and "swiglu:separate" in row.reason}
+    assert {row.state for name, row in rows.items() if name not in optional} <= {"active", "compiled"}, rows
 
 
 @functools.cache
