@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from . import records, registry
-from .installing import Installed, MissingTarget, NotAFunction, holds
+from . import functions, records, registry
+from .functions import Rebinding
+from .installing import Installed, MissingTarget, NotAFunction, Rebind, holds
 from .late import LateModules
 from .layers import Layer, Layers, Scope
 from .records import Record
@@ -120,9 +121,7 @@ class Patcher:
         self._drop_stale()
         self._examine(names)
         with self._lock:
-            changed = False
-            for record in list(self._records.values()):
-                changed |= self._settle(record)
+            changed = self._settle_all(list(self._records.values()))
             self._watch()
         if changed:
             _forget_compiled()
@@ -194,10 +193,8 @@ class Patcher:
             return
         self._examine([module.__name__], importing=module.__name__)
         with self._lock:
-            changed = False
-            for record in list(self._records.values()):
-                if record.found.module == module.__name__:
-                    changed |= self._settle(record)
+            records = list(self._records.values())
+            changed = self._settle_all([one for one in records if one.found.module == module.__name__])
             self._watch()
         if changed:
             _forget_compiled()
@@ -240,14 +237,22 @@ class Patcher:
             self._hook("torch_npu", lambda module: self._on_torch_npu())
         return usable
 
-    def _settle(self, record: Record) -> bool:
-        """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
+    def _settle_all(self, places: Iterable[Record]) -> bool:
+        """Bring places into their wanted states; under the lock.  Returns whether anything changed."""
+        rebinding = Rebinding()
+        try:
+            changed = [self._settle(record, rebinding.add) for record in places]
+        finally:
+            rebinding.run()
+        return any(changed)
+
+    def _settle(self, record: Record, rebind: Rebind) -> bool:
         want = self._wanted(record)
         left_behind = record.installed is not None and record.installed.left_behind()
         if (want == record.on and not left_behind) or record.problem:
             return False
         try:
-            changed = self._install(record) if want else self._remove(record)
+            changed = self._install(record, rebind) if want else self._remove(record, rebind)
             log.info("npu_patch: %s %s", "patched" if want else "restored", record.found.name)
             return changed
         except MissingTarget as error:
@@ -262,7 +267,7 @@ class Patcher:
         op = record.found.op
         return record.wanted(self.enabled(op), self._table.options(op), self.strict)
 
-    def _install(self, record: Record) -> bool:
+    def _install(self, record: Record, rebind: Rebind) -> bool:
         from .sites import Site
 
         if record.installed is None:
@@ -273,12 +278,12 @@ class Patcher:
             site = record.site
             module = sys.modules[target.module]
             record.installed = Installed(target, module, lambda original: target.adapter(original, site))
-        record.installed.put()
+        record.installed.put(rebind)
         return True
 
-    def _remove(self, record: Record) -> bool:
+    def _remove(self, record: Record, rebind: Rebind = functions.rebind) -> bool:
         assert record.installed is not None
-        record.installed.remove()
+        record.installed.remove(rebind)
         return True
 
     # ---- reading back ----------------------------------------------------------------------------------------------

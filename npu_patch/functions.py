@@ -103,21 +103,47 @@ def rebind(old: object, new: object, prefixes: Iterable[str]) -> list[str]:
     Returns:
         The names that were changed, as "module.name".
     """
-    changed = []
-    heads = tuple(prefixes)
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module_name, str):
-            continue
-        if not any(module_name == head or module_name.startswith(head + ".") for head in heads):
-            continue
-        namespace = getattr(module, "__dict__", None)
-        if type(namespace) is not dict:  # lazy stand-ins without a real namespace
-            continue
-        for name, value in list(namespace.items()):
-            if value is old:
-                namespace[name] = new
-                changed.append(f"{module_name}.{name}")
-    return changed
+    batch = Rebinding()
+    batch.add(old, new, prefixes)
+    return batch.run()
+
+
+class Rebinding:
+    """Several rebindings, made in one pass over the loaded modules: there can be thousands of either."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, list[tuple[object, object, tuple[str, ...]]]] = {}
+
+    def add(self, old: object, new: object, prefixes: Iterable[str]) -> None:
+        """Take down a call of `rebind`."""
+        self._pairs.setdefault(id(old), []).append((old, new, tuple(prefixes)))
+
+    def run(self) -> list[str]:
+        """Make them, and forget them.
+
+        Returns:
+            The names that were changed, as "module.name".
+        """
+        pairs, self._pairs = self._pairs, {}
+        heads = {head for found in pairs.values() for _, _, prefixes in found for head in prefixes}
+        changed = []
+        for module_name, module in list(sys.modules.items()) if pairs else ():
+            if not isinstance(module_name, str) or not _below(module_name, heads):
+                continue
+            namespace = getattr(module, "__dict__", None)
+            if type(namespace) is not dict:  # lazy stand-ins without a real namespace
+                continue
+            for name, value in list(namespace.items()):
+                for _, new, prefixes in pairs.get(id(value), ()):
+                    if _below(module_name, prefixes):
+                        namespace[name] = new
+                        changed.append(f"{module_name}.{name}")
+                        break
+        return changed
+
+
+def _below(module: str, packages: Iterable[str]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
 
 
 def bypass(replacement: types.FunctionType) -> None:

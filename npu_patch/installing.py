@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import wrapt
@@ -38,6 +38,9 @@ def _place(target: Target | Unrecognised, module: types.ModuleType) -> Slot | En
     if target.path.endswith("]"):
         return Entry(module, target.path)
     return Slot(module, target.path, getattr(target, "objects", False))
+
+
+Rebind = Callable[[object, object, Iterable[str]], object]
 
 
 class Installed:
@@ -69,14 +72,18 @@ class Installed:
         """Whether the place is still the one that was replaced: it holds the original or reaches the replacement."""
         return not self.gone() and (self.place.current() is self.original or self.reached())
 
-    def put(self) -> None:
-        """Put the replacement in place; below somebody's wrapper it is switched on where it is."""
+    def put(self, rebind: Rebind = functions.rebind) -> None:
+        """Put the replacement in place; below somebody's wrapper it is switched on where it is.
+
+        Args:
+            rebind: another function than `functions.rebind`, where a caller has many to make.
+        """
         self.on = True  # first: whatever interrupts this, `remove` undoes it
         self.replacement.__code__ = self._code
         if not self.reached():
             self.place.put(self.replacement)
         if self.target.rebind:
-            functions.rebind(self.original, self.replacement, self.target.rebind)
+            rebind(self.original, self.replacement, self.target.rebind)
 
     def in_place(self) -> bool:
         """Whether the replacement is what a caller reaches first."""
@@ -101,7 +108,7 @@ class Installed:
         """Whether the place holds the replacement although it is off: somebody put back what they had saved."""
         return not self.on and self.place.current() is self.replacement
 
-    def remove(self) -> None:
+    def remove(self, rebind: Rebind = functions.rebind) -> None:
         """Take the replacement out.
 
         References that others took while it was in place (a bound method, a wrapper on top) cannot be taken back; while
@@ -109,7 +116,7 @@ class Installed:
         """
         functions.bypass(self.replacement)
         if self.target.rebind:
-            functions.rebind(self.replacement, self.original, self.target.rebind)
+            rebind(self.replacement, self.original, self.target.rebind)
         self.place.take_out(self.replacement)
         self.on = False
 

@@ -450,7 +450,7 @@ def test_an_interrupt_while_a_scope_opens_leaves_nothing_behind(fake, monkeypatc
         raise KeyboardInterrupt
 
     if where == "rebind":
-        monkeypatch.setattr(functions, "rebind", interrupted)
+        monkeypatch.setattr(functions.Rebinding, "run", interrupted)
     else:
         monkeypatch.setattr(installing.Slot, "put", interrupted)
     scope = patcher.scope({"rope": True}, exact=True)

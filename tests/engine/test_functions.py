@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import sys
+import types
 
 import pytest
 
@@ -68,3 +70,18 @@ def test_a_bypassed_clone_runs_the_original_until_it_is_switched_on_again():
 def test_a_function_without_its_original_cannot_be_bypassed():
     with pytest.raises(functions.SignatureError, match="does not hold its original"):
         functions.bypass(lambda: None)
+
+
+def test_many_names_are_rebound_in_one_pass_each_below_its_own_packages(monkeypatch):
+    one, other, new = (lambda: 1), (lambda: 2), (lambda: 3)
+    near, far = types.ModuleType("near.module"), types.ModuleType("far.module")
+    for module in (near, far):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        module.one, module.other = one, other
+    batch = functions.Rebinding()
+    batch.add(one, new, ("near",))
+    batch.add(other, new, ("near", "far"))
+    assert near.one is one  # nothing before the pass
+    assert sorted(batch.run()) == ["far.module.other", "near.module.one", "near.module.other"]
+    assert (near.one, near.other, far.one, far.other) == (new, new, one, new)
+    assert batch.run() == []
