@@ -23,6 +23,7 @@ if not REAL_NPU and "torch" not in sys.modules:
     npu_patch.simulator.load(devices=2)
 
 import npu_patch  # noqa: E402
+from tests.support import fla  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +37,7 @@ def originals() -> object:
     npu_patch.disable()
     yield None
     npu_patch.disable()
+    fla.remove()
 
 
 @pytest.fixture

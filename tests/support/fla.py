@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import itertools
 import sys
@@ -62,21 +61,23 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Import torchtitan's qwen3_5 with the stand-in where `import fla` finds it, unless the package is installed.
+    """Put the stand-in where `import fla` finds it, unless the package itself is installed.
 
-    Only while it is imported: transformers, too, would take the stand-in for the package.
+    Take it away after the test (`remove`): transformers, too, would take it for the package.
     """
-    if importlib.util.find_spec("fla") is not None:
+    if "fla" in sys.modules or importlib.util.find_spec("fla") is not None:
         return
     for name, contents in _MODULES.items():
         module = types.ModuleType(name)
-        module.__dict__.update(contents, __path__=[])
+        module.__dict__.update(contents, __path__=[], stand_in=True)
         sys.modules[name] = module
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], own, module)
-    try:
-        importlib.import_module("torchtitan.models.qwen3_5")
-    finally:
+
+
+def remove() -> None:
+    """Take the stand-in away, if it is there."""
+    if getattr(sys.modules.get("fla"), "stand_in", False):
         for name in _MODULES:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
