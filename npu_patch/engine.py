@@ -247,6 +247,7 @@ class Patcher:
         return any(changed)
 
     def _settle(self, record: Record, rebind: Rebind) -> bool:
+        """Bring one place into its wanted state; under the lock.  Returns whether anything changed."""
         want = self._wanted(record)
         left_behind = record.installed is not None and record.installed.left_behind()
         if (want == record.on and not left_behind) or record.problem:

@@ -224,11 +224,8 @@ def _choose(
         reason, mask = _ask(query, key, value, block_mask, scale, enable_gqa, False, options)
         plan = None
         if reason is None:
-            if mask.kind == "documents":
-                q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-                found = op.plan(q, k, v, mask, "TND", scale)
-            else:
-                found = op.plan(query, key, value, mask, "BSND", scale)
+            tensors, layout = _laid_out(query, key, value, mask)
+            found = op.plan(*tensors, mask, layout, scale)
             plan = None if isinstance(found, str) else found
         answer = reason, mask, plan
         if reason is not None or plan is not None:
@@ -269,11 +266,9 @@ def _ask(
         elif mask.q_ends[-1] != batch * length:
             mask = None  # one row of documents for all samples
     if mask is not None:
-        packed = mask.kind == "documents"
-        q, k, v = (t.flatten(0, 1) if packed else t for t in (query, key, value))
-        layout = "TND" if packed else "BSND"
-        reason = ask(q, k, v, mask, layout=layout, scale=scale)
-        if reason is None or not packed or length > limit:
+        tensors, layout = _laid_out(query, key, value, mask)
+        reason = ask(*tensors, mask, layout=layout, scale=scale)
+        if reason is None or mask.kind != "documents" or length > limit:
             return reason, mask
     # Documents that the operator does not take packed are written out like a mask without a compact form.
     early = ask(query, key, value, _NO_MASK, layout="BSND", scale=scale)
