@@ -179,9 +179,28 @@ OPS: tuple[Op, ...] = (
         operators=("npu_cross_entropy_loss",),
         aliases=("npu_cross_entropy_loss",),
     ),
+    Op(
+        name="gmm",
+        summary="grouped matrix multiplication of the experts of a mixture of experts",
+        operators=("npu_grouped_matmul",),
+        aliases=("npu_gmm", "npu_grouped_matmul", "grouped_matmul"),
+    ),
+    Op(
+        name="permute",
+        summary="tokens sorted by expert, and the experts' results weighted and summed back",
+        operators=("npu_moe_token_permute", "npu_moe_token_unpermute"),
+        aliases=("npu_permute", "npu_moe_token_permute", "npu_moe_token_unpermute"),
+    ),
+    Op(
+        name="router",
+        summary="scores and choice of experts",
+        operators=("npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax"),
+        default=False,
+        aliases=("npu_router", "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax"),
+    ),
 )
 
-GROUPS: Mapping[str, tuple[str, ...]] = {}
+GROUPS: Mapping[str, tuple[str, ...]] = {"moe": ("router", "permute", "gmm")}
 """Names that stand for several ops."""
 
 LIBRARIES: tuple[Library, ...] = (
@@ -194,6 +213,9 @@ LIBRARIES: tuple[Library, ...] = (
             "attention": "npu_patch.adapters.torchtitan.attention:find",
             "swiglu": "npu_patch.adapters.torchtitan.mlp:find",
             "cross_entropy": "npu_patch.adapters.torchtitan.loss:find",
+            "gmm": "npu_patch.adapters.torchtitan.experts:find",
+            "permute": "npu_patch.adapters.torchtitan.dispatch:find",
+            "router": "npu_patch.adapters.torchtitan.routers:find",
         },
     ),
     Library(
@@ -205,6 +227,9 @@ LIBRARIES: tuple[Library, ...] = (
             "attention": "npu_patch.adapters.transformers.attention:find",
             "swiglu": "npu_patch.adapters.transformers.mlp:find",
             "cross_entropy": "npu_patch.adapters.transformers.loss:find",
+            "gmm": "npu_patch.adapters.transformers.experts:find",
+            "permute": "npu_patch.adapters.transformers.dispatch:find",
+            "router": "npu_patch.adapters.transformers.routers:find",
         },
         loader="transformers.dynamic_module_utils:get_class_in_module",
         loaded="npu_patch.adapters.transformers.remote_code:loaded",
