@@ -182,24 +182,29 @@ def tower_calls(name: str) -> Calls:
     return _FAMILIES[name].tower
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 7) -> Any:
-    """The model, with the same weights for the same seed, spread out so that nothing is near zero or one."""
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 7, spread: bool = True) -> Any:
+    """The model, with the same weights for the same seed, spread out so that nothing is near zero or one.
+
+    Args:
+        spread: False leaves the weights as transformers itself initialises them.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(0 if spread else seed)
         if name in VISION:
             model = AutoModelForImageTextToText.from_config(_vision_config(name), dtype=dtype)
         else:
             family = _FAMILIES[name]
             config = AutoConfig.for_model(family.kind, **{**_COMMON, **_rope(), **family.own})
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            flat = parameter.dim() == 1
-            spread = torch.randn(parameter.shape, generator=generator) * (0.3 if flat else 0.05)
-            parameter.copy_(parameter + spread if flat else spread)
+    if spread:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                flat = parameter.dim() == 1
+                values = torch.randn(parameter.shape, generator=generator) * (0.3 if flat else 0.05)
+                parameter.copy_(parameter + values if flat else values)
     return model.to("npu")
 
 

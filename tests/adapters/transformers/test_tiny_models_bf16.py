@@ -1,7 +1,7 @@
 """Every tiny model in bfloat16: each patched call is replayed, and is no further from float64 than the original.
 
 The formula is the original itself on float64 copies: what it casts to float32 inside is far more exact than bfloat16.
-The loss is not among them: it gets float32 numbers in every model.
+The loss is not among them: it gets float32 numbers in every model.  Experts have tests of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_patch.report import Row
 from ...support import tiny_models
 from ...support.numerics import Call, assert_no_worse, recording
 
-OPS = tuple(row.name for row in npu_patch.ops() if row.default and row.name != "cross_entropy")
+OPS = ("rms_norm", "rope", "attention", "swiglu")
 
 
 def place(target: str) -> tuple[Any, str, dict[str, Any]]:
@@ -67,16 +67,13 @@ def judge(row: Row, calls: list[Call]) -> None:
     assert after.fallbacks(row.op) == before.fallbacks(row.op)
 
 
-@pytest.mark.parametrize("name", tiny_models.NAMES)
-def test_each_call_is_no_worse_than_the_originals(name):
-    model, given = tiny_models.build(name, torch.bfloat16), tiny_models.inputs(name, length=40)
+def judge_each(model: Any, given: dict[str, Any], left_out: tuple[str, ...] = ()) -> set[str]:
+    """Judges the calls of one training step, of all ops but those left out; returns the ops that were reached."""
 
     def step() -> None:
         model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
 
     rows = reached(step)
-    expected = {op for op in OPS if getattr(tiny_models.calls(name), op) and (name, op) != ("gemma2", "attention")}
-    assert {row.op for row in rows} == expected
     with contextlib.ExitStack() as stack:
         calls = []
         for row in rows:
@@ -84,5 +81,20 @@ def test_each_call_is_no_worse_than_the_originals(name):
             calls.append(stack.enter_context(recording(owner, key, **access)))
         step()
     for row, recorded in zip(rows, calls, strict=True):
-        if (name, row.op) != ("gpt_oss", "attention"):  # test_attention_eager.py knows how far that may be off
+        if row.op not in left_out:
             judge(row, recorded)
+    return {row.op for row in rows}
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_each_call_is_no_worse_than_the_originals(name):
+    """Spread weights give gpt_oss's keys a large mean; test_attention_eager.py knows what that does to queries."""
+    model, given = tiny_models.build(name, torch.bfloat16), tiny_models.inputs(name, length=40)
+    expected = {op for op in OPS if getattr(tiny_models.calls(name), op) and (name, op) != ("gemma2", "attention")}
+    assert judge_each(model, given, ("attention",) if name == "gpt_oss" else ()) == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gpt_oss_with_the_weights_that_transformers_draws(seed):
+    model = tiny_models.build("gpt_oss", torch.bfloat16, seed, spread=False)
+    assert "attention" in judge_each(model, tiny_models.inputs("gpt_oss", length=40))
