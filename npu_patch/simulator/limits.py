@@ -57,6 +57,10 @@ ATTENTION_TOKENS = 1 << 20
 ATTENTION_COMPRESSED_MASK = 2048
 ATTENTION_TND_BATCH = 2048
 
+# npu_moe_token_permute and its family: ids and counts go through float32
+MOE_TOP_K = 512
+MOE_INDICES = (1 << 24) - 1
+
 _current = SOCS[DEFAULT_SOC]
 
 

@@ -5,6 +5,16 @@ from __future__ import annotations
 
 def register() -> None:
     """Registers every kernel with torch_npu's operators. Initialises nothing. A second call does nothing."""
-    from . import activation, attention, base, cast, loss, norm, repeat, rope  # noqa: F401  (importing declares the kernels)
+    from . import (  # noqa: F401  (importing declares the kernels)
+        activation,
+        attention,
+        base,
+        cast,
+        loss,
+        moe_permute,
+        norm,
+        repeat,
+        rope,
+    )
 
     base.register()
