@@ -40,6 +40,7 @@ class Operator:
         self.namespace, self.base = schema.name.split("::")
         self.arguments = [a.name for a in schema.arguments]
         self.written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.only_written = frozenset(a.name for a in schema.arguments if a.is_out)
         returns = schema.returns
         self.is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         has = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -62,7 +62,8 @@ class Trace(TorchDispatchMode):
         Per launch the unique input tensors, and the unique outputs. A tensor's bytes are its element size times the
         sizes whose stride is not 0: a view counts its elements, an expanded dimension counts once. Gathers (embedding,
         index_select, index, gather) read as many bytes of data as they write. What is written only (the target of
-        fill_, zero_, copy_, normal_, ...) is not read; an in-place target is read and written.
+        fill_, zero_, copy_, normal_, ..., and ``out``) is not read; an in-place target is read and written. An output
+        that is an input is not written.
     ``host_syncs``, ``host_syncs_by_op``
         ``_local_scalar_dense`` (``.item()``), copies from NPU to host ("copy to host"), nonzero, masked_select, unique,
         bincount, equal, repeat_interleave without output_size, index and index_put with a bool mask ("index[bool]"),
@@ -205,7 +206,9 @@ class Trace(TorchDispatchMode):
             return
         bound = dict(zip(op.arguments, args, strict=False)) | kwargs
         written = unique(x for name in op.written for x in tree_leaves(bound.get(name)) if is_npu(x))
-        fresh = {k: x for k, x in unique(x for x in outputs if is_npu(x)).items() if k not in written}
+        given = (value for name, value in bound.items() if name not in op.only_written)
+        read = unique(x for value in given for x in tree_leaves(value) if is_npu(x))
+        fresh = {k: x for k, x in unique(x for x in outputs if is_npu(x)).items() if k not in written and k not in read}
         count = self.ops[op.base if op.namespace == "aten" else f"{op.namespace}.{op.base}"]
         count.bytes_written += total(written) + total(fresh)
         if op.base == "matmul_backward":
@@ -214,7 +217,6 @@ class Trace(TorchDispatchMode):
             count.bytes_read += mask[0] * (nbytes(grad) + nbytes(right)) + mask[1] * (nbytes(grad) + nbytes(left))
             return
         count.launches += 1
-        read = unique(x for x in inputs if is_npu(x))
         if op.base in GATHERS:
             count.bytes_read += sum(nbytes(x) for x in outputs if is_npu(x))
             count.bytes_read += total(unique(x for x in inputs[1:] if is_npu(x)))

@@ -98,6 +98,24 @@ def test_an_in_place_target_is_read_and_written_and_a_filled_one_only_written() 
     assert (t.bytes_read, t.bytes_written) == (0, 48 * F32)
 
 
+def test_an_out_argument_is_only_written_unless_it_is_an_operand_too() -> None:
+    a, b, out = values(4, 6).npu(), values(4, 1).npu(), torch.empty(4, 6, device="npu")
+    with trace() as t:
+        torch.mul(a, b, out=out)
+    assert (t.bytes_read, t.bytes_written) == ((24 + 4) * F32, 24 * F32)
+    with trace() as t:
+        torch.mul(a, b, out=a)
+    assert (t.bytes_read, t.bytes_written) == ((24 + 4) * F32, 24 * F32)
+
+
+def test_an_output_that_is_an_input_is_not_written() -> None:
+    rows, order = values(4, 6).npu(), torch.tensor([3, 1, 2, 0], dtype=torch.int32).npu()
+    with trace() as t:
+        y, same = torch.ops.npu._npu_moe_token_unpermute(rows, order, torch.ones(2, 2).npu())
+    assert same.data_ptr() == rows.data_ptr()
+    assert t.ops["npu._npu_moe_token_unpermute"].bytes_written == y.numel() * F32
+
+
 def test_gathers_read_what_they_write_and_the_indices() -> None:
     table, index = values(100, 8).npu(), torch.tensor([3, 5]).npu()
     with trace() as t:
