@@ -77,8 +77,9 @@ def unsupported_combine(permuted: Tensor, sorted_indices: Tensor, weights: Tenso
         return FUNCTORCH
     if any(x.device != permuted.device for x in given):
         return "the weights or the order are on another device"
-    facts = (permuted.shape, permuted.dtype, permuted.device, sorted_indices.shape, sorted_indices.dtype)
-    facts += (None, None) if weights is None else (weights.shape, weights.dtype)
+    shape, dtype = (None, None) if weights is None else (weights.shape, weights.dtype)
+    order = sorted_indices
+    facts = (permuted.shape, permuted.dtype, permuted.device, order.shape, order.dtype, shape, dtype)
     return _combine_verdicts[facts] if plain and not is_compiling() else _judge_combine(*facts)
 
 
@@ -211,7 +212,8 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, None]:  # type: ignore[override]
         if grad is None:
             return None, None
-        return _sum(grad.contiguous(), *ctx.saved_tensors, ctx.top_k), None
+        (sorted_indices,) = ctx.saved_tensors
+        return _sum(grad.contiguous(), sorted_indices, ctx.top_k), None
 
 
 class _Sum(torch.autograd.Function):
@@ -223,7 +225,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _spread(grad, *ctx.saved_tensors, ctx.top_k), None, None
+        (sorted_indices,) = ctx.saved_tensors
+        return _spread(grad, sorted_indices, ctx.top_k), None, None
 
 
 def _sorted_weights(weights: Tensor, sorted_indices: Tensor) -> Tensor:
@@ -240,14 +243,13 @@ class _Combine(torch.autograd.Function):
         learned = ctx.needs_input_grad[2]  # the weights' gradient needs the rows, the rows' the weights
         ctx.save_for_backward(sorted_indices, weights, permuted if learned else None)
         ctx.dtype = permuted.dtype
-        result: Tensor
-        if rounded and weights.dtype != permuted.dtype:
-            weighted = torch.empty_like(permuted)
+        # What npu_moe_token_unpermute calls returns its input too, which torch.compile warns that it will not take.
+        if is_compiling() or (rounded and weights.dtype != permuted.dtype):
+            weighted = torch.empty_like(permuted, dtype=permuted.dtype if rounded else weights.dtype)
             torch.mul(permuted, _sorted_weights(weights, sorted_indices), out=weighted)
-            result = _sum_without_gradient(weighted, sorted_indices, weights.shape[1])
-        else:
-            rows = permuted.to(weights.dtype)
-            result = torch.ops.npu.npu_moe_token_unpermute.default(rows, sorted_indices, weights)
+            return _sum_without_gradient(weighted, sorted_indices, weights.shape[1])
+        rows = permuted.to(weights.dtype)
+        result: Tensor = torch.ops.npu.npu_moe_token_unpermute.default(rows, sorted_indices, weights)
         return result
 
     @staticmethod
@@ -260,14 +262,15 @@ class _Combine(torch.autograd.Function):
             spread = _spread(grad, sorted_indices, weights.shape[1])
             grad_rows = torch.empty_like(spread, dtype=ctx.dtype)
             return torch.mul(spread, _sorted_weights(weights, sorted_indices), out=grad_rows), None, None, None
-        grad_rows, grad_weights = torch.ops.npu.npu_moe_token_unpermute_grad_v2.default(
-            grad.to(weights.dtype).contiguous(),
-            sorted_indices,
-            permuted.shape[0],
-            weights.dtype,
-            weights,
-            permuted_tokens=permuted.to(weights.dtype),
-        )
+        rows, grad = permuted.to(weights.dtype), grad.to(weights.dtype).contiguous()
+        if schema_has("npu_moe_token_unpermute_grad_v2"):
+            grad_rows, grad_weights = torch.ops.npu.npu_moe_token_unpermute_grad_v2.default(
+                grad, sorted_indices, rows.shape[0], rows.dtype, weights, permuted_tokens=rows
+            )
+        else:
+            grad_rows, grad_weights = torch.ops.npu.npu_moe_token_unpermute_grad.default(
+                rows, grad, sorted_indices, weights
+            )
         return grad_rows.to(ctx.dtype) if rows_wanted else None, None, grad_weights, None
 
 

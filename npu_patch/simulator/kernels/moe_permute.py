@@ -119,20 +119,17 @@ def _unpermute(call: Call, permuted: Tensor, sorted_indices: Tensor, probs: Tens
     return rows.to(permuted.dtype)
 
 
-@kernel("_npu_moe_token_unpermute", models=("permuted_tokens", "sorted_indices", "probs", "restore_shape"))
+@kernel("_npu_moe_token_unpermute", models=("permuted_tokens", "sorted_indices", "probs"))
 def _npu_moe_token_unpermute(
-    call: Call, permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None, restore_shape: list[int] | None
+    call: Call, permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the public operator calls where autograd looks on; the second output is the input itself.
-
-    ``restore_shape`` is ignored, as on the device: it belongs to ``padded_mode``, which is not supported.
-    """
+    """What the public operator calls where autograd looks on; the second output is the input itself."""
     return _unpermute(call, permuted_tokens, sorted_indices, probs), permuted_tokens
 
 
-@kernel("npu_moe_token_unpermute", models=("permuted_tokens", "sorted_indices", "probs", "restore_shape"))
+@kernel("npu_moe_token_unpermute", models=("permuted_tokens", "sorted_indices", "probs"))
 def npu_moe_token_unpermute(
-    call: Call, permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None, restore_shape: list[int] | None
+    call: Call, permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None
 ) -> Tensor:
     """What is called in inference mode."""
     return _unpermute(call, permuted_tokens, sorted_indices, probs)
@@ -175,7 +172,6 @@ def _unpermute_grad(
         "permuted_tokens_size_0",
         "permuted_tokens_dtype",
         "probs",
-        "restore_shape",
         "permuted_tokens",
     ),
 )
@@ -186,7 +182,6 @@ def npu_moe_token_unpermute_grad_v2(
     permuted_tokens_size_0: int,
     permuted_tokens_dtype: torch.dtype,
     probs: Tensor | None,
-    restore_shape: list[int] | None,
     permuted_tokens: Tensor | None,
 ) -> tuple[Tensor, object]:
     grad, dtype = grad_unpermuted_tokens, permuted_tokens_dtype
@@ -196,7 +191,7 @@ def npu_moe_token_unpermute_grad_v2(
 
 @kernel(
     "npu_moe_token_unpermute_grad",
-    models=("permuted_tokens", "grad_unpermuted_tokens", "sorted_indices", "probs", "restore_shape"),
+    models=("permuted_tokens", "grad_unpermuted_tokens", "sorted_indices", "probs"),
 )
 def npu_moe_token_unpermute_grad(
     call: Call,
@@ -204,7 +199,6 @@ def npu_moe_token_unpermute_grad(
     grad_unpermuted_tokens: Tensor,
     sorted_indices: Tensor,
     probs: Tensor | None,
-    restore_shape: list[int] | None,
 ) -> tuple[Tensor, object]:
     """The form of older torch_npu."""
     count = permuted_tokens.shape[0]
