@@ -101,7 +101,7 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
     tokens, labels = (
         torch.randint(0, config.vocab_size, (BATCH, length), generator=generator).to("npu") for _ in range(2)
     )
-    positions = torch.arange(length).expand(BATCH, length).contiguous()
+    loader = data_loader(length)
     valid = torch.tensor(float(BATCH * length)).to("npu")
     loss_function = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size).build()
     dense = torch.ones(length, length, dtype=torch.bool).tril().view(1, 1, length, length).to("npu")
@@ -124,7 +124,8 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
             attention.FlexAttention.forward, standing_in = original, False
 
     def step() -> torch.Tensor:
-        here = positions.to("npu")  # as a data loader does it: a new tensor in every step
+        batch, _ = next(iter(loader))
+        here = batch["positions"].to("npu")  # as the trainer does it: a new tensor in every step
         masks = dense if standing_in else model.get_attention_masks(here)
         logits = model(tokens, positions=here, attention_masks=masks)
         loss, _ = loss_function(logits, labels, valid)
@@ -132,6 +133,20 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
         return loss
 
     return Subject(model, step, stand_in)
+
+
+def data_loader(length: int) -> Any:
+    """torchtitan's own data loader, of batches with positions."""
+    from torch.utils.data import IterableDataset
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    class Rows(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            row = torch.arange(length)
+            while True:
+                yield {"input": row, "positions": row}, row
+
+    return ParallelAwareDataloader(Rows(), 0, 1, batch_size=BATCH)
 
 
 def subject(name: str, **kwargs: Any) -> Subject:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 LIBRARY = "torchtitan"
 # Beside the models; which of them an installed version has is looked up, too.
-_OTHERS = ("components/loss.py", "distributed/activation_checkpoint.py")
+_OTHERS = ("components/dataloader.py", "components/loss.py", "distributed/activation_checkpoint.py")
 _MODEL_CODE = re.compile(rb"^class \w+\(.*(Module|Norm|RoPE)\b|^[ \t]*def (forward|apply_ro\w*)\(", re.MULTILINE)
 
 

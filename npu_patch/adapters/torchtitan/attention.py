@@ -14,14 +14,14 @@ from ...discovery.bracket import NotRecognised
 from ...ops import attention as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import document_ends, flex, flex_meaning, layouts, masks, plain, varlen
+from . import batches, document_ends, flex, flex_meaning, layouts, masks, plain, varlen
 
 _OP, _LIBRARY = "attention", "torchtitan"
 _Adapter = Callable[[Any, Site], Callable[..., Any]]
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
-    """Attention classes, mask builders and what activation checkpointing keeps, as far as the module has them."""
+    """Attention classes, mask builders, data loaders, what activation checkpointing keeps: what the module has."""
     name = module.__name__
     for cls in list(vars(module).values()):
         if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == name):
@@ -40,6 +40,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
             yield Target(_OP, _LIBRARY, name, path, adapter, meaning)
     yield from masks.find(module)
     yield from document_ends.find(module)
+    yield from batches.find(module)
     yield from _find_saved(module)
 
 

@@ -1,8 +1,9 @@
 """What the host knows of a positions tensor.
 
-torchtitan hands one positions tensor to the mask builder and to every rotary embedding of a step.  One copy to the
-host answers all of their questions: the bounds check of the rotary caches, which rows of the tables are needed, and
-where the packed documents begin.
+torchtitan hands one positions tensor to the mask builder and to every rotary embedding of a step.  One look at it on
+the host answers all of their questions: the bounds check of the rotary caches, which rows of the tables are needed, and
+where the packed documents begin.  What comes from torchtitan's data loader was on the host (`batches`); anything else
+is copied there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from ...ops.guards import transforming
 from ...ops.per_tensor import PerTensor
 from .aside import aside
+from .batches import host_copy
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ known_facts = _facts.get
 def facts(positions: Tensor) -> Facts | None:
     """Facts about positions of shape (B, L) or (L,); None when they cannot be had (a subclass, a trace, another form).
 
-    Copies the positions to the host the first time that it sees them, which waits for the device once.
+    The first time that it sees positions that the host does not know it copies them, which waits for the device once.
     """
     known = _facts.get(positions)
     if known is not None:
@@ -61,7 +63,10 @@ def facts(positions: Tensor) -> Facts | None:
     if positions.dim() not in (1, 2) or positions.numel() == 0 or positions.dtype not in (torch.int64, torch.int32):
         return None
     with aside():
-        host = positions.detach().to("cpu", copy=True).view(-1, positions.shape[-1])
+        host = host_copy(positions)
+        if host is None:
+            host = positions.detach().to("cpu", copy=True)
+        host = host.view(-1, positions.shape[-1])
         low, high = (int(bound) for bound in host.aminmax())
         first = host[:1]
         if not bool((host == first).all()):

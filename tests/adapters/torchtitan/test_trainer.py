@@ -7,6 +7,8 @@ torch has no kernel for it but CUDA's.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -172,6 +174,14 @@ def test_each_fused_operator_runs_as_often_as_the_checkpointing_policy_says(alon
     calls = {op: number * (1 + again) for op, number in blocks.items()}
     calls |= {"rms_norm": calls["rms_norm"] + 1, "cross_entropy": CHUNKS}
     assert result.hits == {op: STEPS * number for op, number in calls.items()}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_no_step_copies_anything_to_the_host(alone, mode):
+    """What a step needs to know of its positions or tokens was on the host before; the copies are this test's own."""
+    result = alone["llama3 patched" if mode == "none" else mode]
+    watched = len(result.tensors["gradients"][0])
+    assert [after - before for before, after in pairwise(result.copies)] == [watched] * (STEPS - 1)
 
 
 @pytest.mark.parametrize("writer", ["stock", "patched"])

@@ -39,6 +39,8 @@ def watch() -> None:
         WATCHED["losses"].append(float(global_avg_loss))
         WATCHED["grad_norms"].append(float(grad_norm))
         WATCHED["parts"] = self.model_parts
+        if WATCHED["trace"] is not None:
+            WATCHED["copies"].append(WATCHED["trace"].host_syncs_by_op["copy to host"])
         return log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
 
     def watched_clip(parameters, *args, **kwargs):
@@ -110,11 +112,11 @@ def carry_out(run: dict[str, Any], recent: bool) -> dict[str, Any]:
     from npu_patch.simulator import trace
 
     WATCHED.clear()
-    WATCHED.update(steps=[], losses=[], grad_norms=[], gradients=[])
+    WATCHED.update(steps=[], losses=[], grad_norms=[], gradients=[], copies=[])
     before = counts()
     launches: dict[str, int] = {}
     with patched(run["ops"]), contextlib.ExitStack() as stack:
-        tracing = stack.enter_context(trace()) if run["trace"] else None
+        tracing = WATCHED["trace"] = stack.enter_context(trace()) if run["trace"] else None
         train(run, recent)
     if tracing is not None:
         launches = {name: number for name, number in tracing.launches_by_op.items() if name.startswith("npu.")}
@@ -126,7 +128,7 @@ def carry_out(run: dict[str, Any], recent: bool) -> dict[str, Any]:
             "loaded": WATCHED.get("loaded"),
         }
         torch.save(kept, run["keep"].format(rank=RANK))
-    result = {name: WATCHED[name] for name in ("steps", "losses", "grad_norms")}
+    result = {name: WATCHED[name] for name in ("steps", "losses", "grad_norms", "copies")}
     result |= {name: dict(after[name] - before[name]) for name in after}
     WATCHED.clear()
     gc.collect()

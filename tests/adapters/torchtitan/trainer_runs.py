@@ -42,6 +42,7 @@ class Result:
     hits: dict[str, int]
     fallbacks: dict[str, int]
     launches: dict[str, int]
+    copies: list[int]  # from the device to the host, after each step of a run with `trace`
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
