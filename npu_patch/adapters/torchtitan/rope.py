@@ -16,9 +16,9 @@ from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY, dtensors, rope_functions
 from .positions import known_facts
-from .rope_meaning import NotRecognised, RotaryClass, recognise_forward, recognise_rotation
+from .rope_meaning import NotRecognised, RotaryClass, asks_for_rows, recognise_forward, recognise_rotation
 from .rope_rotation import Plan, Tensors, call_reason, pair_reason, plan, rotate, rotate_traced
-from .rope_rows import given_rows, known_tables, shared_rows
+from .rope_rows import given_rows, known_tables, own_rows, shared_rows
 from .typecheck import watched
 
 _OP = "rope"
@@ -71,6 +71,7 @@ def _forward_adapter(
     cls: Any, rotation: RotaryClass, ranks: frozenset[int]
 ) -> Callable[[Any, Site], Callable[..., Any]]:
     reshape_cache, kind = cls._reshape_cache, rotation.kind
+    asks = 4 in ranks and asks_for_rows(cls, rotation)
     ranks = _BLNH if ranks == _BLNH else ranks
 
     def is_like(own: Any) -> bool:
@@ -94,6 +95,10 @@ def _forward_adapter(
             places, (query, key), cache = found
         if (watched() or transforming()) if plain else call_reason((query, key)) is not None:
             return None
+        if positions is not None and positions.dim() > 2:
+            if not asks or places is not None:
+                return None
+            return _by_own_rows(self, query, key, positions, kind, site)
         if ranks is not _BLNH:
             if query.dim() not in ranks or key.dim() != query.dim():
                 return None
@@ -151,6 +156,18 @@ def _shared(
         chosen = _make_plan(cache, query, key, positions, kind, wide, facts)
         if chosen is None:
             return None
+    site.hit()
+    return rotate((query, key), chosen)
+
+
+def _by_own_rows(module: Any, query: Tensor, key: Tensor, positions: Tensor, kind: str, site: Site) -> Tensors | None:
+    """Both rotated, counted, by rows that the module chooses in its own way; None where the original has to run."""
+    if pair_reason((query, key)) is not None:
+        return None
+    rows = own_rows(module, query, positions, kind)
+    chosen = None if rows is None else plan((query, key), rows, _wide_for(query, key, _wide(site)))
+    if not isinstance(chosen, Plan):
+        return None
     site.hit()
     return rotate((query, key), chosen)
 

@@ -18,6 +18,7 @@ __all__ = [
     "NotRecognised",
     "RotaryClass",
     "agrees",
+    "asks_for_rows",
     "recognise_forward",
     "recognise_rotation",
     "rotated",
@@ -223,3 +224,28 @@ def _gathers(cls: Any, rotation: RotaryClass, rank: int) -> bool:
             if not agrees(call, *tables, MODES[rotation.kind], dtype, _LAYOUTS[rank]):
                 return False
     return True
+
+
+def asks_for_rows(cls: Any, rotation: RotaryClass) -> bool:
+    """Whether `forward` of a module rotates by what its `_reshape_cache(query, positions)` gives, whatever that is."""
+    generator = torch.Generator().manual_seed(9)
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    given: list[Any] = []
+    positions = torch.randint(0, L, (B, L, 3), generator=generator, device="cpu")
+    with quiet():
+        for _ in range(2):
+            cache = sample_cache(rotation.kind, B, L, 1, generator=generator)
+
+            def reshape_cache(query: Tensor, positions: Any, cache: Tensor = cache) -> Tensor:
+                given.append((query.shape, positions))
+                return cache
+
+            vars(module)["_reshape_cache"] = reshape_cache
+            call = partial(module, positions=positions)
+            try:
+                if not agrees(call, *FULL_WIDTH[rotation.kind](cache), MODES[rotation.kind], torch.float32):
+                    return False
+            except Exception:  # foreign code
+                return False
+    return all(shape == _LAYOUTS[4] and handed is positions for shape, handed in given)

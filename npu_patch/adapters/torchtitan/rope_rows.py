@@ -190,6 +190,41 @@ def given_rows(table: Tensor, kind: str) -> Rows:
     return rows
 
 
+_own: PerTensor[list[tuple[Any, Rows]]] = PerTensor()
+
+
+def own_rows(module: Any, query: Tensor, positions: Tensor, kind: str) -> Rows | None:
+    """The rows that a rotary module chooses in a way of its own; made once for all layers that choose alike.
+
+    Layers choose alike that are of one class, have tables of equal values, and nothing else but equal settings.
+
+    Args:
+        module: its `_reshape_cache(query, positions)` gives the rows, and checks the positions.
+        query: (B, L, N, D).
+        positions: of any form.
+        kind: a key of `FULL_WIDTH`.
+    """
+    cache = module.cache
+    if type(cache) is not Tensor or cache.is_inference() or cache.requires_grad:
+        return None
+    if type(positions) is not Tensor or set(module._buffers) != {"cache"} or module._parameters or module._modules:
+        return None
+    settings = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    alike = (type(module), tables_of(cache, kind), query.shape, query.dtype, query.device, settings)
+    known = _own.get(positions) or _own.find(positions)
+    for other, rows in known or ():
+        if other == alike:
+            return rows
+    with aside():
+        table: Tensor = module._reshape_cache(query, positions)
+        if table.dim() != 4 or table.shape[0] not in (1, query.shape[0]) or table.shape[1:3] != (query.shape[1], 1):
+            return None
+        rows = given_rows(table, kind)
+    if keep(rows.cos):
+        _own.put(positions, [*(known or ()), (alike, rows)])
+    return rows
+
+
 _by_position: PerTensor[dict[Any, Rows]] = PerTensor()
 
 

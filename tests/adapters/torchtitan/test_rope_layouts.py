@@ -170,6 +170,49 @@ def test_layers_share_the_rows_of_text_positions():
 
 
 @current
+def test_layers_share_the_rows_of_sections():
+    layers, (q, k) = [mrope() for _ in range(3)], pair()
+    with npu_patch.scope("rope"):
+        for layer in layers:
+            layer(q, k, sections())
+        positions = sections()
+        with trace() as first:
+            run(layers[0], q, k, positions)
+        with trace() as others:
+            for layer in layers[1:]:
+                run(layer, q, k, positions)
+    assert first.launches_by_op["index"] > 0
+    gradients = {"arange": 4, "cos": 4}  # those that `run` makes up
+    assert others.launches_by_op == {"npu.npu_rotary_mul": 8, **gradients}
+    assert others.host_syncs == 0
+
+
+@current
+def test_layers_of_other_sections_or_other_tables_have_rows_of_their_own():
+    fla.install()
+    from torchtitan.models.qwen3_5.rope import MRoPE
+
+    first, other = mrope(), MRoPE(MRoPE.Config(dim=D, max_seq_len=64, theta=100.0, mrope_section=[D // 2 - 3, 1, 2]))
+    last = mrope()
+    last.cache.mul_(1.5)
+    layers, (q, k), positions = (first, other.to("npu"), last, mrope()), pair(), sections()
+    expected = [run(layer, q, k, positions) for layer in layers]
+    with npu_patch.scope("rope"):
+        result = [run(layer, q, k, positions) for layer in layers]
+    for one, two in zip(result, expected, strict=True):
+        for ours, theirs in zip(one, two, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=6e-6)
+
+
+@current
+def test_sections_outside_of_the_tables_are_refused_as_ever():
+    module, (q, k), positions = mrope(rows=32), pair(), sections()
+    positions[1, 2, 1] = 32
+    with npu_patch.scope("rope"), pytest.raises(RuntimeError, match="position"):
+        module(q, k, positions)
+
+
+@current
 def test_a_part_of_each_head():
     """qwen3_5 hands over the first channels of query and key, views with the strides of the whole heads."""
     module, (q, k) = mrope(16), pair(torch.bfloat16, size=32)
