@@ -60,6 +60,7 @@ ATTENTION_TND_BATCH = 2048
 # npu_moe_token_permute and its family: ids and counts go through float32
 MOE_TOP_K = 512
 MOE_INDICES = (1 << 24) - 1
+MOE_ROUTING_EXPERTS = 10240
 
 _current = SOCS[DEFAULT_SOC]
 

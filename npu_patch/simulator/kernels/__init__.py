@@ -12,6 +12,8 @@ def register() -> None:
         cast,
         loss,
         moe_permute,
+        moe_routing,
+        moe_routing_map,
         norm,
         repeat,
         rope,
