@@ -62,6 +62,10 @@ MOE_TOP_K = 512
 MOE_INDICES = (1 << 24) - 1
 MOE_ROUTING_EXPERTS = 10240
 
+# npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
+MOE_EXPERTS = 2048
+MOE_SOFTMAX_TOP_K = 1024
+
 _current = SOCS[DEFAULT_SOC]
 
 

@@ -11,6 +11,7 @@ def register() -> None:
         base,
         cast,
         loss,
+        moe_gating,
         moe_permute,
         moe_routing,
         moe_routing_map,
