@@ -10,7 +10,10 @@ from pathlib import Path
 LIBRARY = "torchtitan"
 # Beside the models; which of them an installed version has is looked up, too.
 _OTHERS = ("components/dataloader.py", "components/loss.py", "distributed/activation_checkpoint.py")
-_MODEL_CODE = re.compile(rb"^class \w+\(.*(Module|Norm|RoPE)\b|^[ \t]*def (forward|apply_ro\w*)\(", re.MULTILINE)
+_MODEL_CODE = re.compile(
+    rb"^class \w+\(.*(Module|Norm|RoPE)\b|^[ \t]*def (forward|apply_ro\w*|_local_reorder)\(|^def _permute\(",
+    re.MULTILINE,
+)
 
 
 def modules() -> tuple[str, ...]:

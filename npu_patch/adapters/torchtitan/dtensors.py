@@ -35,13 +35,15 @@ class Spread:
         self.mesh, self.placements = x.device_mesh, x.placements
         self.shape: torch.Size = x.shape
 
-    def wrap(self, y: Tensor) -> Tensor:
-        """The DTensor whose local tensor is y; it has the shape and the placements of the one that was taken apart."""
+    def wrap(self, y: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """The DTensor whose local tensor is y; it has the placements and, if no other is given, the shape of the one
+        that was taken apart."""
+        shape = self.shape if shape is None else shape
         strides = [1]
-        for size in reversed(self.shape[1:]):
+        for size in reversed(shape[1:]):
             strides.append(strides[-1] * size)
         return DTensor.from_local(
-            y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=tuple(reversed(strides))
+            y, self.mesh, self.placements, run_check=False, shape=shape, stride=tuple(reversed(strides))
         )
 
 
@@ -82,8 +84,13 @@ def local(x: Any, summed: Sequence[Placement] | None = None) -> Tensor:
             over the ranks that have different rows.
     """
     placements = None if summed is None else [Partial() if type(p) is Shard else Replicate() for p in summed]
-    tensor = x.to_local(grad_placements=placements)
-    return _Waited.apply(tensor) if type(tensor) is functional.AsyncCollectiveTensor else tensor
+    return waited(x.to_local(grad_placements=placements))
+
+
+def waited(x: Any) -> Tensor:
+    """The tensor behind a collective that may still run, with its gradient; any other tensor as it is."""
+    tensor: Tensor = _Waited.apply(x) if type(x) is functional.AsyncCollectiveTensor else x
+    return tensor
 
 
 class _Waited(torch.autograd.Function):
@@ -126,3 +133,32 @@ def heads(tensors: Sequence[Any], table: Any) -> str | tuple[list[Spread], tuple
         with torch.no_grad():  # the same tensor object every time
             table = table.to_local()
     return places, tuple(local(x) for x in tensors), table
+
+
+def attention(query: Any, key: Any, value: Any, heads: int) -> str | tuple[Spread, tuple[Tensor, ...]]:
+    """Query, key and value by the heads that this rank has, or why not.
+
+    Args:
+        query, key, value: DTensors that are spread alike; a rank may have a part of the heads, as many as every other
+            one, and nothing else in parts.
+        heads: which dimension they are.
+    """
+    tensors = (query, key, value)
+    places = []
+    for x in tensors:
+        if not is_distributed(x):
+            return _MIXED
+        place = spread(x, whole=[i for i in range(x.dim()) if i != heads])
+        if isinstance(place, str):
+            return place
+        places.append(place)
+    if any(place.mesh != places[0].mesh for place in places):
+        return _MESHES
+    if any(place.placements != places[0].placements for place in places):
+        return "query, key and value are spread differently"
+    parts = 1
+    for size, placement in zip(places[0].mesh.shape, places[0].placements, strict=True):
+        parts *= size if type(placement) is Shard else 1
+    if any(x.shape[heads] % parts for x in tensors):
+        return "ranks with different numbers of heads"
+    return places[0], tuple(local(x) for x in tensors)
