@@ -19,6 +19,7 @@ class Layout:
     Args:
         name: its letters; T is B and L in one.
         rank: number of dimensions.
+        heads: which of them the heads are.
         inside: to (B, L, N, H).
         outside: back.
         lse: a log-sum-exp from (B, L, N) to what this layout calls it.
@@ -26,6 +27,7 @@ class Layout:
 
     name: str
     rank: int
+    heads: int
     inside: Callable[[Tensor], Tensor]
     outside: Callable[[Tensor], Tensor]
     lse: Callable[[Tensor], Tensor]
@@ -50,9 +52,9 @@ def _of_batch(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0)
 
 
-BLNH = Layout("BLNH", 4, _same, _same, _same)
-BNLH = Layout("BNLH", 4, _swapped, _swapped, _swapped)
-TNH = Layout("TNH", 3, _as_batch, _of_batch, _of_batch)
+BLNH = Layout("BLNH", 4, 2, _same, _same, _same)
+BNLH = Layout("BNLH", 4, 1, _swapped, _swapped, _swapped)
+TNH = Layout("TNH", 3, 1, _as_batch, _of_batch, _of_batch)
 LAYOUTS = {layout.name: layout for layout in (BLNH, BNLH, TNH)}
 
 _SUFFIX = re.compile(r"(?:x?[qkv])_([A-Z]+)")

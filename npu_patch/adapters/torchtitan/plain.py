@@ -15,6 +15,7 @@ from ...discovery.bracket import NotRecognised, plain, quiet, same
 from ...ops import attention as op
 from ...ops.attention import Mask
 from ...sites import Site
+from . import dtensors
 from .flex import cast, shape_reason
 from .layouts import BLNH, BNLH, TNH, Layout
 from .typecheck import TYPE_CHECKING_REASON, type_checking
@@ -139,6 +140,12 @@ def _attend(
         return "scaled_dot_product_attention is somebody else's, as in context parallelism", None
     if q.dim() != layout.rank or k.dim() != layout.rank or v.dim() != layout.rank:
         return f"query, key and value are not {layout.name}", None
+    place, shape = None, (*q.shape[:-1], v.shape[-1])
+    if dtensors.is_distributed(q):
+        found = dtensors.attention(q, k, v, layout.heads)
+        if isinstance(found, str):
+            return found, None
+        place, (q, k, v) = found
     same, inside = layout is BLNH, layout.inside
     query, key, value = (q, k, v) if same else (inside(q), inside(k), inside(v))
     if reason := shape_reason(query, key, enable_gqa):
@@ -150,4 +157,5 @@ def _attend(
     if reason is not None:
         return reason, None
     site.hit()
-    return None, out if same else layout.outside(out)
+    out = out if same or out is None else layout.outside(out)
+    return None, out if place is None or out is None else place.wrap(out, torch.Size(shape))

@@ -129,13 +129,7 @@ def test_sharded_parameters_train_as_without_patches(pair, model):
         assert_same_course(model, stock, patched)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "llama3",
-        pytest.param("qwen3", marks=pytest.mark.xfail(PREVIOUS, reason="its attention gets DTensors", strict=True)),
-    ],
-)
+@pytest.mark.parametrize("model", ["llama3", "qwen3"])
 def test_tensor_parallel_ranks_compute_dtensors_by_fused_operators(pair, model):
     left_alone = [("cross_entropy", "the vocabulary is spread over ranks")]
     for stock, patched in zip(pair[f"{model} split stock"], pair[f"{model} split patched"], strict=True):

@@ -91,7 +91,8 @@ def one(built: tuple[Callable[..., Any], Sequence[Any]], inputs: Sequence[Tensor
     return call, inputs, parameters
 
 
-OPERATORS = {op: f"npu.npu_{name}.default" for op, name in (("rms_norm",) * 2, ("rope", "rotary_mul"), ("swiglu",) * 2)}
+NAMES = {"rms_norm": "rms_norm", "rope": "rotary_mul", "swiglu": "swiglu", "attention": "fusion_attention"}
+OPERATORS = {op: f"npu.npu_{name}.default" for op, name in NAMES.items()}
 
 
 class Seen(TorchDispatchMode):
@@ -250,6 +251,40 @@ def rotary_functions() -> None:
             check(f"{family}, {dtype}", "rope", build, inputs, [Shard(2)] * count)
 
 
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attentions() -> None:
+    """Of `scaled_dot_product_attention`, in the layout of each generation, with other heads for keys and values."""
+    if CURRENT:
+        from torchtitan.models.common.attention import ScaledDotProductAttention
+
+        module, heads = ScaledDotProductAttention(ScaledDotProductAttention.Config()), 2
+    else:
+        from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+        module, heads = ScaledDotProductAttentionWrapper(), 1
+
+    def draw_in(seed: int, number: int, size: int, dtype: torch.dtype) -> Tensor:
+        x = draw(seed, 2, 6, number, size, dtype=dtype)
+        return x if heads == 2 else x.transpose(1, 2).contiguous()
+
+    def build_of(**options: Any) -> Callable[[bool], Any]:
+        return lambda distributed: ((lambda q, k, v: module(q, k, v, **options)), [])
+
+    shared, split = {"enable_gqa": True}, [Shard(heads)] * 3
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [draw_in(i, n, 16, dtype) for i, n in ((1, 4), (2, 2), (3, 2))]
+        check(f"causal, {dtype}", "attention", build_of(**shared), inputs, split)
+        check(f"full, scaled, {dtype}", "attention", build_of(**shared, is_causal=False, scale=0.3), inputs, split)
+        check(f"whole, {dtype}", "attention", build_of(**shared), inputs, [EVERYWHERE] * 3)
+    inputs = [draw_in(i, 4, 16, torch.float32) for i in (1, 2, 3)]
+    reason = "a DTensor whose rows are spread"
+    check("samples", "attention", build_of(), inputs, [Shard(0)] * 3, reason)
+    inputs = [draw_in(i, 3, 16, torch.float32) for i in (1, 2, 3)]
+    check("three heads", "attention", build_of(), inputs, split, "ranks with different numbers of heads")
+
+
 # ---- feed-forwards ---------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +333,7 @@ def main() -> None:
     gathered_just_now()
     what_the_original_refuses()
     rotations() if CURRENT else rotary_functions()
+    attentions()
     feed_forwards()
     dist.barrier()
     print(f"rank {RANK} is done", flush=True)
