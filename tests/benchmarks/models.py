@@ -40,7 +40,12 @@ TRANSFORMERS = {
         },
     ),
 }
-TORCHTITAN = ("llama3", "qwen3")
+TORCHTITAN = {  # name: family and flavor
+    "llama3": ("llama3", "debugmodel"),
+    "qwen3": ("qwen3", "debugmodel"),
+    "deepseek_v3": ("deepseek_v3", "debugmodel"),  # 5 layers of 8 experts
+    "qwen3_moe": ("qwen3", "debugmodel_moe"),  # 8 layers of 64 experts
+}
 
 
 @dataclasses.dataclass
@@ -71,7 +76,7 @@ def transformers_model(name: str, dtype: torch.dtype = torch.bfloat16, length: i
     return Subject(model, step)
 
 
-def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> Subject:
+def torchtitan_model(name: str, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> Subject:
     """A debug model of torchtitan.
 
     Unpatched it does not run on an NPU without a compiler (flex attention and its masks are compiled), so what patched
@@ -83,8 +88,9 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
     from torchtitan.tools.utils import set_default_dtype
 
     set_spmd_backend("partial_dtensor")
+    family, flavor = TORCHTITAN[name]
     registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
-    config = registry("debugmodel", attn_backend="flex").model
+    config = registry(flavor, attn_backend="flex").model
     for layer in config.layers:
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=length)
     with torch.device("meta"), set_default_dtype(dtype):
@@ -95,7 +101,8 @@ def torchtitan_model(family: str, dtype: torch.dtype = torch.bfloat16, length: i
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-            parameter.copy_(1 + 0.02 * noise if "norm" in name else 0.02 * noise)
+            scale = 0.5 if "router.gate" in name else 0.02  # experts are chosen by more than rounding errors
+            parameter.copy_(1 + 0.02 * noise if "norm" in name else scale * noise)
     model.to("npu").train()
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (
