@@ -119,3 +119,48 @@ class Derived(PerTensor[Value]):
             value = self._build(tensor)
         made: Any = value if self._tensor_of is None else self._tensor_of(value)
         return self.put(tensor, value) if keep(made) else value
+
+
+class DerivedPair(PerTensor[tuple[weakref.ref[Tensor], int, int, Value]]):
+    """`derived(first, second)` is `build(first, second)`, made once per pair of tensors, where `Derived` would.
+
+    Args:
+        build: makes the value, without a gradient where it is remembered.
+        tensors_of: the tensors in the value, which say whether it may be kept.
+    """
+
+    def __init__(self, build: Callable[[Tensor, Tensor], Value], tensors_of: Callable[[Value], tuple[Tensor, ...]]):
+        super().__init__(anew=True)
+        self._build = build
+        self._tensors_of = tensors_of
+
+    def kept(self, first: Tensor, second: Tensor) -> Value | None:
+        """What is remembered of two tensors, neither of which gets a gradient here; not while compiling."""
+        entry = self._entries.get(id(second))
+        if entry is not None:
+            reference, version, pointer, (other, other_version, other_pointer, value), barred = entry
+            if (
+                reference() is second
+                and other() is first
+                and version == second._version
+                and other_version == first._version
+                and pointer == second.data_ptr()
+                and other_pointer == first.data_ptr()
+                and (barred is None or not barred())
+            ):
+                return value
+        return None
+
+    def __call__(self, first: Tensor, second: Tensor) -> Value:
+        if first.requires_grad or second.requires_grad or is_compiling():
+            return self._build(first, second)
+        known = self.kept(first, second)
+        if known is not None:
+            return known
+        if type(first) is not Tensor or first.is_inference() or second.is_inference():
+            return self._build(first, second)
+        with torch.inference_mode(False), torch.no_grad():
+            value = self._build(first, second)
+        if all(keep(tensor) for tensor in self._tensors_of(value)):
+            self.put(second, (weakref.ref(first), first._version, first.data_ptr(), value))
+        return value

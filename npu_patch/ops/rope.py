@@ -182,11 +182,14 @@ def _rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, mode: str, swap: bool) -> T
     return torch.ops.npu.npu_rotary_mul.default(x, cos, sin, mode)
 
 
-class _Rotate(torch.autograd.Function):
-    """Saves two tables and no activation; torch_npu's own node keeps the input as well."""
+class Rotate(torch.autograd.Function):
+    """`rotate_by_constants` with a backward.
+
+    It saves two tables and no activation; torch_npu's own node keeps the input as well.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, adjoint: Tensor, mode: str, swap: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor, swap: bool) -> Tensor:
         ctx.save_for_backward(cos, adjoint)
         ctx.mode, ctx.swap = mode, swap
         return _rotary_mul(x, cos, sin, mode, swap)
@@ -221,14 +224,15 @@ def rotate(
         if x.requires_grad:
             if adjoint is None:
                 adjoint = adjoint_sine(sin, mode)
-            return _Rotate.apply(x, cos, sin, adjoint, mode, swap)
+            return Rotate.apply(x, cos, sin, mode, adjoint, swap)
     return _rotary_mul(x, cos, sin, mode, swap)
 
 
 def rotate_by_constants(x: Tensor, cos: Tensor, sin: Tensor, mode: str, adjoint: Tensor | None, swap: bool) -> Tensor:
     """`rotate` by tables that need no gradient; with adjoint None nothing needs one (`needs_adjoint`)."""
     if adjoint is not None:
-        return _Rotate.apply(x, cos, sin, adjoint, mode, swap)
-    if swap:
-        return _rotary_mul(x, cos, sin, mode, True)
+        return Rotate.apply(x, cos, sin, mode, adjoint, swap)
+    if swap:  # `_rotary_mul`, without its frame
+        x, cos, sin = x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)
+        return torch.ops.npu.npu_rotary_mul.default(x, cos, sin, mode).transpose(1, 2)
     return torch.ops.npu.npu_rotary_mul.default(x, cos, sin, mode)

@@ -118,7 +118,7 @@ def node(monkeypatch: pytest.MonkeyPatch, operators: Operators) -> SimpleNamespa
         return x
 
     node = SimpleNamespace(apply=apply)
-    monkeypatch.setattr(rope_ops, "_Rotate", node)
+    monkeypatch.setattr(rope_ops, "Rotate", node)
     return node
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +11,9 @@ from torch import Tensor
 from ...discovery.rotary import merge_sections
 from ...ops.per_tensor import Derived
 from ...sites import Site
+from .rope_rotation import Rotation
 
 Factory = Callable[[Any, Site], Callable[..., Any]]
-
-
-class Rotation(Protocol):
-    """Rotates tensors by tables (B, S, D) that get a dimension; gives (reason, ()) or (None, rotated tensors)."""
-
-    dims: tuple[int, ...]
-
-    def __call__(
-        self, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, site: Site
-    ) -> tuple[str | None, tuple[Tensor, ...]]: ...
 
 
 _ONE_BATCH = Derived(lambda rows: rows.unsqueeze(0))
@@ -30,12 +21,13 @@ _ONE_BATCH = Derived(lambda rows: rows.unsqueeze(0))
 
 def _pair_rows(rotation: Rotation) -> Factory:
     """(q, k, cos, sin): tables (S, D), one for all samples and heads."""
+    rotated_by = rotation.apply
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
             reason: str | None = "the tables are not rows of one sequence"
             if cos.dim() == 2 and sin.dim() == 2:
-                reason, rotated = rotation((q, k), _ONE_BATCH(cos), _ONE_BATCH(sin), 1, site)
+                reason, rotated = rotated_by((q, k), _ONE_BATCH(cos), _ONE_BATCH(sin), 1, site)
                 if reason is None:
                     return rotated
             site.fallback(str(reason))
@@ -48,6 +40,7 @@ def _pair_rows(rotation: Rotation) -> Factory:
 
 def _last_tokens(rotation: Rotation) -> Factory:
     """(q, k, cos, sin): tables (S, D) for the last S tokens."""
+    rotated_by = rotation.apply
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs: Any) -> Any:
@@ -58,7 +51,7 @@ def _last_tokens(rotation: Rotation) -> Factory:
                     reason = "the tables are longer than the sequence"
                 else:
                     parts = (q.narrow(-2, before, length), k.narrow(-2, before, length))
-                    reason, rotated = rotation(parts, _ONE_BATCH(cos), _ONE_BATCH(sin), 1, site)
+                    reason, rotated = rotated_by(parts, _ONE_BATCH(cos), _ONE_BATCH(sin), 1, site)
                     if reason is None:
                         if not before:
                             return rotated
@@ -76,6 +69,7 @@ def _last_tokens(rotation: Rotation) -> Factory:
 
 def _by_position(rotation: Rotation) -> Factory:
     """(q, k, cos, sin, position_ids): tables (positions, D), of which each token takes a row."""
+    rotated_by = rotation.apply
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(
@@ -83,7 +77,7 @@ def _by_position(rotation: Rotation) -> Factory:
         ) -> Any:
             reason: str | None = "the tables are not rows of all positions"
             if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and cos.dim() == 2 and sin.dim() == 2:
-                reason, rotated = rotation((q, k), cos[position_ids], sin[position_ids], unsqueeze_dim, site)
+                reason, rotated = rotated_by((q, k), cos[position_ids], sin[position_ids], unsqueeze_dim, site)
                 if reason is None:
                     return rotated
             site.fallback(str(reason))
@@ -96,6 +90,7 @@ def _by_position(rotation: Rotation) -> Factory:
 
 def _in_sections(rotation: Rotation) -> Factory:
     """(q, k, cos, sin, mrope_section): tables (3, B, S, D) of time, height and width, each for its channels."""
+    rotated_by = rotation.apply
     merged: dict[tuple[int, ...], Derived[Tensor]] = {}
 
     def merge(sections: tuple[int, ...]) -> Derived[Tensor]:
@@ -112,7 +107,7 @@ def _in_sections(rotation: Rotation) -> Factory:
                 sections = tuple(mrope_section)
                 if cos.shape[0] == 3 and 2 * sum(sections) == cos.shape[-1]:
                     of = merge(sections)
-                    reason, rotated = rotation((q, k), of(cos), of(sin), unsqueeze_dim, site)
+                    reason, rotated = rotated_by((q, k), of(cos), of(sin), unsqueeze_dim, site)
                     if reason is None:
                         return rotated
             site.fallback(str(reason))
@@ -129,13 +124,14 @@ _IMAGINARY = Derived(lambda table: torch.view_as_real(table)[..., 1].contiguous(
 
 def _complex(rotation: Rotation) -> Factory:
     """(q, k, freqs_cis): a complex table (B, S, D/2)."""
+    rotated_by = rotation.apply
     dim = rotation.dims[0]
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Any:
             reason: str | None = "the table is not complex64 of (B, S, D/2)"
             if freqs_cis.dtype is torch.complex64 and freqs_cis.dim() == 3 and not freqs_cis.is_conj():
-                reason, rotated = rotation((q, k), _REAL(freqs_cis), _IMAGINARY(freqs_cis), dim, site)
+                reason, rotated = rotated_by((q, k), _REAL(freqs_cis), _IMAGINARY(freqs_cis), dim, site)
                 if reason is None:
                     return rotated
             site.fallback(str(reason))
@@ -152,6 +148,7 @@ _IMAGINARY_ROWS = Derived(lambda table: torch.view_as_real(table)[..., 1].transp
 
 def _complex_rows(rotation: Rotation) -> Factory:
     """(q, k, freqs_ci): a complex table (S, 1, D/2), one for all samples and heads."""
+    rotated_by = rotation.apply
     dim = rotation.dims[0]
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
@@ -160,7 +157,7 @@ def _complex_rows(rotation: Rotation) -> Factory:
             plain = freqs_ci.dtype is torch.complex64 and freqs_ci.dim() == 3 and not freqs_ci.is_conj()
             if plain and freqs_ci.shape[1] == 1:
                 cos, sin = _REAL_ROWS(freqs_ci), _IMAGINARY_ROWS(freqs_ci)
-                reason, rotated = rotation((query, key), cos, sin, dim, site)
+                reason, rotated = rotated_by((query, key), cos, sin, dim, site)
                 if reason is None:
                     return rotated
             site.fallback(str(reason))
@@ -176,6 +173,7 @@ _WITHOUT = {dim: Derived(lambda table, dim=dim: table.squeeze(dim)) for dim in (
 
 def _ready(rotation: Rotation) -> Factory:
     """(x, cos, sin): tables with a dimension of size 1 for the heads."""
+    rotated_by = rotation.apply
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -184,7 +182,7 @@ def _ready(rotation: Rotation) -> Factory:
                 for dim in rotation.dims:
                     if cos.shape[dim] == 1 and cos.shape[3 - dim] == x.shape[3 - dim]:
                         of = _WITHOUT[dim]
-                        reason, rotated = rotation((x,), of(cos), of(sin), dim, site)
+                        reason, rotated = rotated_by((x,), of(cos), of(sin), dim, site)
                         if reason is None:
                             return rotated[0]
                         break
@@ -198,11 +196,12 @@ def _ready(rotation: Rotation) -> Factory:
 
 def _sine_first(rotation: Rotation) -> Factory:
     """(x, sin, cos)."""
+    rotated_by = rotation.apply
     dim = rotation.dims[0]
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(x: Tensor, sin: Tensor, cos: Tensor) -> Any:
-            reason, rotated = rotation((x,), cos, sin, dim, site)
+            reason, rotated = rotated_by((x,), cos, sin, dim, site)
             if reason is None:
                 return rotated[0]
             site.fallback(reason)
@@ -215,11 +214,12 @@ def _sine_first(rotation: Rotation) -> Factory:
 
 def _single(rotation: Rotation) -> Factory:
     """(x, cos, sin)."""
+    rotated_by = rotation.apply
     dim = rotation.dims[0]
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            reason, rotated = rotation((x,), cos, sin, dim, site)
+            reason, rotated = rotated_by((x,), cos, sin, dim, site)
             if reason is None:
                 return rotated[0]
             site.fallback(reason)
@@ -232,12 +232,13 @@ def _single(rotation: Rotation) -> Factory:
 
 def _single_unused_positions(rotation: Rotation) -> Factory:
     """(x, cos, sin, position_ids, unsqueeze_dim), where the positions must be None."""
+    rotated_by = rotation.apply
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1) -> Any:
             reason: str | None = "position_ids"
             if position_ids is None:
-                reason, rotated = rotation((x,), cos, sin, unsqueeze_dim, site)
+                reason, rotated = rotated_by((x,), cos, sin, unsqueeze_dim, site)
                 if reason is None:
                     return rotated[0]
             site.fallback(str(reason))
@@ -254,13 +255,14 @@ _SINE = Derived(lambda angles: angles.sin().unsqueeze(0))
 
 def _angles(rotation: Rotation) -> Factory:
     """(x, freqs): angles (S, D/2), one for all samples and heads."""
+    rotated_by = rotation.apply
     dim = rotation.dims[0]
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def apply_rotary(x: Tensor, freqs: Tensor) -> Any:
             reason: str | None = "the angles are not float32 of (S, D/2)"
             if freqs.dtype is torch.float32 and freqs.dim() == 2:
-                reason, rotated = rotation((x,), _COSINE(freqs), _SINE(freqs), dim, site)
+                reason, rotated = rotated_by((x,), _COSINE(freqs), _SINE(freqs), dim, site)
                 if reason is None:
                     return rotated[0]
             site.fallback(str(reason))
@@ -271,7 +273,7 @@ def _angles(rotation: Rotation) -> Factory:
     return factory
 
 
-FORMS: dict[tuple[str, int], Callable[[Any], Factory]] = {
+FORMS: dict[tuple[str, int], Callable[[Rotation], Factory]] = {
     ("rows", 2): _pair_rows,
     ("patches", 2): _last_tokens,
     ("positions, dim", 2): _by_position,
