@@ -9,6 +9,7 @@ Source: operator documents torch_npu.npu_swiglu and torch_npu.npu_geglu (op-plug
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .availability import is_ascend950
-from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
+from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, dtype_name, subclass_reason, transforming
 from .second_order import with_gradients
+from .verdicts import Verdicts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """silu(x); gelu(x) with the error function; gelu(x) with tanh."""
@@ -25,11 +27,11 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 def unavailable(x: Tensor) -> str | None:
     """Why no operator can be used where x is about to be projected, or None."""
-    if x.device.type != "npu":
+    if x.get_device() < 0:  # -1 is the host; beside it a process with an NPU has no other kind of device
         return NOT_ON_NPU
     if transforming():
         return FUNCTORCH
-    return None if type(x) in PLAIN_TYPES else subclass_reason(x)
+    return None if type(x) is Tensor else subclass_reason(x)
 
 
 def unsupported(x: Tensor, activation: str, gate: int = 0) -> str | None:
@@ -40,28 +42,40 @@ def unsupported(x: Tensor, activation: str, gate: int = 0) -> str | None:
         activation: one of `ACTIVATIONS`.
         gate: the half that is activated: 0 or 1.
     """
-    if x.device.type != "npu":
-        return NOT_ON_NPU
     if transforming():
         return FUNCTORCH
-    if type(x) not in PLAIN_TYPES and (reason := subclass_reason(x)):
+    plain = type(x) is Tensor
+    if not plain and (reason := subclass_reason(x)):
         return reason
-    if x.dtype not in FLOATS:
-        return f"projections of type {dtype_name(x.dtype)}"
-    if not 1 <= x.dim() <= 8:
+    if is_compiling():
+        # The shape function of npu_geglu_grad takes no defaults and promises two results for one.
+        late = None if activation == "silu" else "npu_geglu cannot be differentiated under torch.compile"
+        return _judge(x.shape, x.dtype, x.get_device(), x.is_contiguous(), activation, gate) or late
+    facts = (x.shape, x.dtype, x.get_device(), x.is_contiguous(), activation, gate)
+    return _verdicts[facts] if plain else _judge(*facts)
+
+
+def _judge(
+    shape: Sequence[int], dtype: torch.dtype, index: int, contiguous: bool, activation: str, gate: int
+) -> str | None:
+    if index < 0:
+        return NOT_ON_NPU
+    if dtype not in FLOATS:
+        return f"projections of type {dtype_name(dtype)}"
+    if not 1 <= len(shape) <= 8:
         return "the projections have no dimension or more than 8"
-    if x.numel() == 0:
+    if 0 in shape:
         return "the projections are empty"
-    if x.shape[-1] % 2:
+    if shape[-1] % 2:
         return "the projections have no two halves"
-    if not x.is_contiguous():  # a copy would cost more than the operator saves
+    if not contiguous:  # a copy would cost more than the operator saves
         return "the projections are not contiguous"
     if activation == "silu":
         return None if gate == 0 else "npu_swiglu activates the first half"
-    if is_ascend950():
-        return "npu_geglu is not documented for Ascend950"
-    # The shape function of npu_geglu_grad takes no defaults and promises two results for one.
-    return "npu_geglu cannot be differentiated under torch.compile" if is_compiling() else None
+    return "npu_geglu is not documented for Ascend950" if is_ascend950() else None
+
+
+_verdicts = Verdicts(_judge)
 
 
 def gated(x: Tensor, activation: str, gate: int = 0) -> Tensor:

@@ -22,6 +22,7 @@ STAND_INS: dict[str, Callable[[Any], Any]] = {
     "npu_rms_norm": lambda x: (x, None),
     "npu_rotary_mul": lambda x: x,
     "npu_fusion_attention": lambda x: (x, None, None),
+    "npu_swiglu": lambda x: x,
 }
 
 

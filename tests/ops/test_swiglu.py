@@ -9,6 +9,7 @@ from torch import Tensor
 
 import npu_patch.simulator
 from npu_patch.ops import swiglu
+from npu_patch.ops.verdicts import Verdicts
 
 from .tools import Ran, assert_close, assert_no_worse, compiled, random, relative_error, second_order, wide
 
@@ -131,6 +132,33 @@ def test_what_is_not_documented_has_a_reason(reason, activation):
     assert swiglu.unsupported(GUARDS[reason](), activation) == reason
 
 
+@pytest.mark.parametrize("activation", OPERATORS)
+def test_the_ends_of_the_dimensions(activation):
+    assert swiglu.unsupported(random(1, 1, 1, 1, 1, 1, 2, 8), activation) is None
+    assert swiglu.unsupported(random(8), activation) is None
+    reason = "the projections have no dimension or more than 8"
+    assert swiglu.unsupported(random(8)[0], activation) == reason
+
+
+@pytest.mark.parametrize(("activation", "gate"), CASES)
+def test_parameters_are_plain_tensors(activation, gate):
+    weight = torch.nn.Parameter(random(2, 8))
+    assert swiglu.unavailable(weight) is None
+    assert_close(lambda x: fused(x, activation, gate), lambda x: formula(x, activation, gate), weight)
+
+
+def test_what_is_known_before_anything_is_projected():
+    assert swiglu.unavailable(random(2, 8)) is None
+    for reason in ("not on an NPU", "Subclass is not a plain tensor"):
+        assert swiglu.unavailable(GUARDS[reason]()) == reason
+
+
+def test_nothing_is_remembered_while_compiling():
+    swiglu._verdicts.clear()
+    compiled(lambda x: fused(x, "silu"))[0](random(2, 8))
+    assert not swiglu._verdicts
+
+
 @pytest.mark.parametrize("reason", list(GUARDS)[:6])
 def test_the_operator_refuses_it_without_the_guard(reason):
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -196,6 +224,7 @@ def test_no_argument_is_changed():
 
 def test_on_ascend950_only_swiglu_is_documented(monkeypatch):
     monkeypatch.setattr(swiglu, "is_ascend950", lambda: True)
+    monkeypatch.setattr(swiglu, "_verdicts", Verdicts(swiglu._judge))  # the chip is one for a process
     assert swiglu.unsupported(random(2, 8), "silu") is None
     assert swiglu.unsupported(random(2, 8), "gelu") == "npu_geglu is not documented for Ascend950"
 

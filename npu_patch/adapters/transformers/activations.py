@@ -60,6 +60,8 @@ def _learn(module: Any) -> None:
 
 
 def _values(module: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    if len(names) == 1:  # a generator would cost as much as all the rest
+        return (_plain(getattr(module, names[0])),)
     return tuple(_plain(getattr(module, name)) for name in names)
 
 
@@ -83,7 +85,7 @@ def activation(module: Any) -> tuple[str | None, str]:
         return "the forward of the activation was replaced", ""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "the activation has hooks", ""
-    own = _values(module, names)
+    own = _values(module, names) if names else ()
     for values, kind in kinds:
         if values == own:
             return None, kind

@@ -118,8 +118,8 @@ def _packed(meaning: GatedMeaning) -> Callable[[Any, Site], Callable[..., Tensor
 def _separate(meaning: GatedMeaning) -> Callable[[Any, Site], Callable[..., Tensor]]:
     """Two projections, whose results are joined, if the user asks for it and there will be a backward pass.
 
-    Counted in sizes of one projection, the original moves 5 forward (6 with gelu) and 9 backward; joined, npu_swiglu
-    moves 7 and 5, npu_geglu 8 and 6: fewer with a backward pass, more without.
+    Counted in sizes of one projection, the original moves 5 forward and 9 backward; joined, npu_swiglu moves 7 and 5,
+    npu_geglu 8 and 6: fewer with a backward pass, or as many in fewer launches, and more without.
     """
     first, second = meaning.projections
 
