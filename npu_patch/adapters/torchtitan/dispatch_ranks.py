@@ -138,13 +138,14 @@ def by_rank(rows: Tensor, count: int, indices: Any) -> str | Tensor:
 
 def _combine_adapter(fields: Fields) -> Adapter:
     def adapter(original: Any, site: Site) -> Callable[..., Any]:
-        backend = original.__globals__["get_spmd_backend"]
+        names = original.__globals__
 
         def combine(self: Any, outputs: Tensor, metadata: Any, tokens: Tensor) -> Any:
             if self.ep_mesh is None:  # the dispatcher within a rank does it, which is a target itself
                 return original(self, outputs, metadata, tokens)
             order = None if is_compiling() else fields.order_of(metadata)
-            reason = "the spmd_types backend" if backend() == "spmd_types" else _combine_reason(outputs, order, tokens)
+            spmd = names["get_spmd_backend"]() == "spmd_types"
+            reason = "the spmd_types backend" if spmd else _combine_reason(outputs, order, tokens)
             if order is None or reason is not None:
                 site.fallback(str(reason))
                 return original(self, outputs, metadata, tokens)
