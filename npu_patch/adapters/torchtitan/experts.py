@@ -49,7 +49,7 @@ def _found(module: str, path: str, function: FunctionType) -> Target | Unrecogni
 
 
 def _adapter(original: Any, site: Site) -> Any:
-    def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:  # noqa: N803
+    def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         reason = TYPE_CHECKING_REASON if type_checking() else op.unsupported(A, B_t, offs)
         if reason is not None:
             site.fallback(reason)
