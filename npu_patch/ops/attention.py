@@ -220,8 +220,12 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
     sinks: Tensor | None = None,
+    eager: bool | None = None,
 ) -> tuple[str | None, Any]:
     """`unsupported` and `attention` in one, with the same arguments.
+
+    Args:
+        eager: whether nothing compiles, where the caller has asked.
 
     Returns:
         (reason, None), or (None, output).
@@ -230,7 +234,7 @@ def attend(
         type(query) is type(key) is type(value) is Tensor
         and dropout == 0.0
         and sinks is None
-        and not is_compiling()
+        and (eager or (eager is None and not is_compiling()))
         and not transforming()
         and key.dtype is (dtype := query.dtype)
         and value.dtype is dtype

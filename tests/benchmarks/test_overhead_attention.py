@@ -40,17 +40,19 @@ def built(kind, implementation, device):
     config = SimpleNamespace(
         _attn_implementation=implementation, sliding_window=WINDOW, attention_chunk_size=3, is_causal=True
     )
-    embeddings, padding = torch.empty(2, 8, 4, device=device), None
+    embeddings, padding, positions = torch.empty(2, 8, 4, device=device), None, None
     build = masking_utils.create_causal_mask
     if kind == "window":
         build = masking_utils.create_sliding_window_causal_mask
     if kind == "padding":
         padding = torch.ones(2, 8, dtype=torch.long, device=device)
         padding[0, 0] = 0
-    return build(config, embeddings, padding, None, None)
+    if kind == "packed":
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], list(range(8))], device=device)
+    return build(config, embeddings, padding, None, positions)
 
 
-@pytest.mark.parametrize("kind", ["causal", "full", "window", "padding"])
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "padding", "packed"])
 def test_an_sdpa_entry(judge, operators, device, layer, triangle, kind):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -65,11 +67,17 @@ def test_an_sdpa_entry(judge, operators, device, layer, triangle, kind):
             "sparse_mode": 1,
             "inner_precise": 2,
         },
+        "packed": {"atten_mask": triangle, "sparse_mode": 3, "actual_seq_qlen": ENDS, "actual_seq_kvlen": ENDS},
     }[kind]
 
     def bare(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
+        operator, (batch, heads, length, _) = torch.ops.npu.npu_fusion_attention.default, query.shape
+        if kind == "packed":
+            query, key = query.transpose(1, 2).flatten(0, 1), key.transpose(1, 2).flatten(0, 1)
+            value = value.transpose(1, 2).flatten(0, 1)
+            output = operator(query, key, value, heads, "TND", scale=scaling, **arguments)[0]
+            return output.view(batch, length, heads, -1).contiguous(), None
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        operator, heads = torch.ops.npu.npu_fusion_attention.default, query.shape[2]
         return operator(query, key, value, heads, "BSND", scale=scaling, **arguments)[0].contiguous(), None
 
     # As a layer of a model calls it.

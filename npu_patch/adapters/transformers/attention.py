@@ -22,7 +22,7 @@ from ...ops.guards import NOT_ON_NPU
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY, additive_masks, eager_attention, flash_attention, masks
-from .fused import HARMLESS, dense_of, fused, hidden_where_not_zero
+from .fused import HARMLESS, dense_of, fused, hidden_where_not_zero, packed
 
 _OP = "attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -160,16 +160,19 @@ def _attend(
     if is_autocast_enabled("npu"):  # the stock function is cast by autocast, the operator is not
         dtype = torch.get_autocast_dtype("npu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    eager = not is_compiling()
     if attention_mask is not None:
-        built = None if is_compiling() else masks.built(attention_mask)
+        built = masks.built(attention_mask) if eager else None
         if built is not None:
             known = built.mask
             if known is None or built.q_len != shape[2] or built.kv_len != key_shape[2] or built.batch != shape[0]:
                 known = built.written
             if known is not None:
-                reason, output = fused(query, key, value, known, scaling, site, None, dropout)
-                if reason is None or known.kind != "documents":
-                    return reason, output
+                if known.kind != "documents":
+                    return fused(query, key, value, known, scaling, site, None, dropout, eager)
+                reason, output = packed(query, key, value, known, scaling, site, None, dropout, eager)
+                if reason is None:
+                    return None, output
         if attention_mask.dtype is torch.bool:
             if query.device.type != "npu":  # before anything is made of the mask
                 return NOT_ON_NPU, None
@@ -187,4 +190,4 @@ def _attend(
         mask = _CAUSAL
     else:
         mask = _FULL
-    return fused(query, key, value, mask, scaling, site, None, dropout)
+    return fused(query, key, value, mask, scaling, site, None, dropout, eager)

@@ -61,23 +61,31 @@ def fused(
     site: Site,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    eager: bool | None = None,
 ) -> tuple[str | None, Any]:
-    """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous), for tensors (B, N, S, D) on an NPU."""
+    """(reason, None) or (None, output of shape (B, S, N, Dv), contiguous), for tensors (B, N, S, D) on an NPU.
+
+    Args:
+        eager: whether nothing compiles, where the caller has asked.
+    """
     if mask.kind == "documents":
-        return _packed(query, key, value, mask, scale, site, sinks, dropout)
+        return packed(query, key, value, mask, scale, site, sinks, dropout, eager)
     # Projections are (B, S, N, D) in memory, as the result must be; a decoding step reads a (B, N, S, D) cache.
     layout = "BNSD"
     if not query.is_contiguous() or not key.is_contiguous():
         layout = "BSND"
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    reason, output = op.attend(query, key, value, mask, layout, scale, dropout, sinks)
+    reason, output = op.attend(query, key, value, mask, layout, scale, dropout, sinks, eager)
     if reason is not None:
         return reason, None
-    site.hit()
+    if eager:
+        site.hits += 1
+    else:
+        site.hit()
     return None, (output if layout == "BSND" else output.transpose(1, 2)).contiguous()
 
 
-def _packed(
+def packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -86,13 +94,17 @@ def _packed(
     site: Site,
     sinks: Tensor | None,
     dropout: float,
+    eager: bool | None,
 ) -> tuple[str | None, Any]:
     """The same for documents, which the operator takes as (T, N, D)."""
-    batch, _, length, _ = query.shape
+    batch, heads, length, _ = query.shape
     query = query.transpose(1, 2).flatten(0, 1)
     key, value = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-    reason, output = op.attend(query, key, value, mask, "TND", scale, dropout, sinks)
+    reason, output = op.attend(query, key, value, mask, "TND", scale, dropout, sinks, eager)
     if reason is not None:
         return reason, None
-    site.hit()
-    return None, output.unflatten(0, (batch, length)).contiguous()
+    if eager:
+        site.hits += 1
+    else:
+        site.hit()
+    return None, output.view(batch, length, heads, -1).contiguous()
