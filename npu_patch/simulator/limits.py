@@ -62,6 +62,11 @@ MOE_TOP_K = 512
 MOE_INDICES = (1 << 24) - 1
 MOE_ROUTING_EXPERTS = 10240
 
+# npu_grouped_matmul: last dimension, groups in one tensor, in a list of tensors
+GMM_SIZE = 65536
+GMM_GROUPS = 1024
+GMM_LIST = 128
+
 # npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
 MOE_EXPERTS = 2048
 MOE_SOFTMAX_TOP_K = 1024

@@ -10,6 +10,7 @@ def register() -> None:
         attention,
         base,
         cast,
+        grouped_matmul,
         loss,
         moe_gating,
         moe_permute,
