@@ -87,12 +87,17 @@ def unsupported(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
         return f"logits of type {dtype_name(logits.dtype)}"
     if logits.dim() != 2:
         return "logits are not (tokens, experts)"
-    if logits.numel() == 0:
+    return unfit(logits.shape[0], logits.shape[1], routing, bias, logits.device)
+
+
+def unfit(tokens: int, experts: int, routing: Routing, bias: Tensor | None, device: torch.device) -> str | None:
+    """The same, as far as it can be told without logits."""
+    k = routing.top_k
+    if tokens == 0:
         return "no tokens"
-    experts, k = logits.shape[1], routing.top_k
     if not 2 < experts <= _EXPERTS:
         return f"not 3 to {_EXPERTS} experts"
-    if bias is not None and (reason := _unfit(bias, logits)) is not None:
+    if bias is not None and (reason := _unfit(bias, experts, device)) is not None:
         return reason
     groups, kept = routing.groups, routing.kept
     if groups < 1 or experts % groups or not 1 <= kept <= groups:
@@ -105,12 +110,12 @@ def unsupported(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
     return _absent(routing, bias)
 
 
-def _unfit(bias: Tensor, logits: Tensor) -> str | None:
+def _unfit(bias: Tensor, experts: int, device: torch.device) -> str | None:
     if type(bias) not in PLAIN_TYPES and (reason := subclass_reason(bias)):
         return reason
-    if bias.device != logits.device:
+    if bias.device != device:
         return "the bias is on another device"
-    if bias.shape != logits.shape[1:]:
+    if bias.shape != (experts,):
         return "the bias is not (experts,)"
     if bias.dtype not in FLOATS:
         return f"a bias of type {dtype_name(bias.dtype)}"
@@ -313,4 +318,4 @@ class _SoftmaxOfBest(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
         weights, experts = ctx.saved_tensors
         grad = _through_scores(weights, grad, "softmax").to(ctx.dtype)
-        return grad.new_zeros(ctx.shape).scatter(1, experts, grad), None, None
+        return grad.new_empty(ctx.shape).zero_().scatter(1, experts, grad), None, None

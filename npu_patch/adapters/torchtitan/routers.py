@@ -1,12 +1,133 @@
-"""Mixture of experts: scores and choice of experts."""
+"""torchtitan's routers, recognised by what their forward computes, and what activation checkpointing keeps of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
 
+from torch import Tensor
+
+from ...discovery.routers import RouterMeaning
+from ...ops import router as op
 from ...registry import Target, Unrecognised
+from ...sites import Site
+from ..transformers.routers import Call, Factory, routers
+from . import LIBRARY, dtensors
+from .typecheck import TYPE_CHECKING_REASON, type_checking
+
+_OP = "router"
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
-    yield from ()
+    """Router classes of a module, and functions that say what activation checkpointing keeps."""
+    yield from routers(module, LIBRARY, adapter)
+    yield from _find_saved(module)
+
+
+def adapter(meaning: RouterMeaning) -> Factory:
+    """A factory for the forward of one class, which takes tokens and a bias of the choice."""
+    call = Call(meaning)
+
+    def factory(original: Any, site: Site) -> Callable[..., Any]:
+        def compute(self: Any, x: Any, bias: Any) -> Any:
+            """The results, or the reason why there are none."""
+            if type_checking():
+                return TYPE_CHECKING_REASON
+            if dtensors.is_distributed(x):
+                return _spread(call, self, x, bias, site)
+            found = call.prepare(self, x, bias)
+            if isinstance(found, str):
+                return found
+            routing, bias = found
+            logits = call.logits(self, x)
+            if (reason := call.refused(logits, x, routing, bias)) is not None:
+                return reason
+            site.hit()
+            return call.results(logits, x, routing, bias)
+
+        def forward(self: Any, x: Tensor) -> Any:
+            results = compute(self, x, None)
+            if not isinstance(results, str):
+                return results
+            site.fallback(results)
+            return original(self, x)
+
+        def forward_with_bias(self: Any, x: Tensor, bias: Tensor | None) -> Any:
+            results = compute(self, x, bias)
+            if not isinstance(results, str):
+                return results
+            site.fallback(results)
+            return original(self, x, bias)
+
+        return forward_with_bias if call.takes_bias else forward
+
+    return factory
+
+
+def _spread(call: Call, router: Any, x: Any, bias: Any, site: Site) -> Any:
+    """The same for tokens of which every rank has its own: each token is routed by itself."""
+    place = dtensors.spread(x, whole=(-1,), beside=() if bias is None else (bias,))
+    if isinstance(place, str):
+        return place
+    if call.meaning.flat or "counts" in call.meaning.outputs or (bias is None and call.meaning.correction is None):
+        return "a DTensor"
+    tokens = x.to_local()
+    if (reason := op.unavailable(dtensors.waited(tokens)) or call.differs(router, x)) is not None:
+        return reason
+    of_choice = None if bias is None else dtensors.local(bias.detach())
+    found = call.routing(router, x, of_choice, tokens.numel() // x.shape[-1])
+    if isinstance(found, str):
+        return found
+    routing, _ = found
+    logits = call.logits(router, x)
+    place = dtensors.spread(logits, whole=(-1,)) if dtensors.is_distributed(logits) else "the gate takes DTensors apart"
+    if isinstance(place, str):
+        return place
+    rows = dtensors.local(logits)
+    if (reason := call.refused(rows, tokens, routing, of_choice)) is not None:
+        return reason
+    site.hit()
+    results = call.results(rows, tokens, routing, of_choice)
+    return tuple(place.wrap(one, x.shape[:-1] + one.shape[-1:]) for one in results)
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+# torchtitan keeps the choice of torch.topk, which need not be the same when the forward runs again.
+
+
+def _find_saved(module: ModuleType) -> Iterator[Target]:
+    """A method that gives torchtitan's list of operators to keep, or an inner function that is given it."""
+    for path, value in list(vars(module).items()):
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        target: tuple[str, Factory]
+        if isinstance(value, type) and isinstance(vars(value).get("get_save_ops"), FunctionType):
+            target = (f"{path}.get_save_ops", _save_ops_adapter)
+        elif isinstance(value, FunctionType) and path.startswith("_") and _may_take(value, "op_sac_save_list"):
+            target = (path, _given_save_ops_adapter)
+        else:
+            continue
+        meaning = "operators whose results are kept"
+        yield Target(_OP, LIBRARY, module.__name__, *target, meaning, supporting=True)
+
+
+def _may_take(function: FunctionType, keyword: str) -> bool:
+    parameter = inspect.signature(function).parameters.get(keyword)
+    return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY and parameter.default is None
+
+
+def _save_ops_adapter(original: Any, site: Site) -> Callable[..., set[Any]]:
+    def save_ops(self: Any) -> set[Any]:
+        return set(original(self)) | set(op.SAVE_OPS())
+
+    return save_ops
+
+
+def _given_save_ops_adapter(original: Any, site: Site) -> Callable[..., Any]:
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        kwargs["op_sac_save_list"] = set(kwargs.get("op_sac_save_list") or ()) | set(op.SAVE_OPS())
+        return original(*args, **kwargs)
+
+    return apply
