@@ -20,7 +20,7 @@ from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from ..transformers import mlp as gated
-from . import LIBRARY, dtensors
+from . import LIBRARY, dtensors, experts_gate
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _OP = "swiglu"
@@ -35,7 +35,8 @@ Factory = Callable[[Any, Site], Callable[..., Tensor]]
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
-    """The gated feed-forward classes that a module defines."""
+    """The gated feed-forward classes that a module defines, and gated experts."""
+    yield from experts_gate.find(module)
     for name, cls in list(vars(module).items()):
         if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__ != module.__name__:
             continue
