@@ -7,7 +7,6 @@ in place.  All results are those of the original, logits included, which auxilia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -103,15 +102,23 @@ _not_negative = Derived(lambda bias: (bias.detach().amin() >= 0).cpu())
 """Whether no element is negative; the device is waited for once per tensor."""
 
 
+def _reader(name: str) -> Callable[[Any], Any]:
+    """What gives an attribute, or the attribute of one; torch.compile does not know operator.attrgetter."""
+    holder, _, last = name.rpartition(".")
+    if holder:
+        return lambda router: getattr(getattr(router, holder), last)
+    return lambda router: getattr(router, last)
+
+
 class Call:
     """A router as its meaning says, step by step."""
 
     def __init__(self, meaning: RouterMeaning) -> None:
         self.meaning = meaning
         self.takes_bias = meaning.correction == "argument"
-        self._weight = attrgetter(meaning.weight)
-        self._read = {role: attrgetter(name) for role, name in meaning.roles.items()}
-        self._correction = None if meaning.correction in (None, "argument") else attrgetter(str(meaning.correction))
+        self._weight = _reader(meaning.weight)
+        self._read = {role: _reader(name) for role, name in meaning.roles.items()}
+        self._correction = None if meaning.correction in (None, "argument") else _reader(str(meaning.correction))
 
     def _value(self, router: Any, role: str, default: Any) -> Any:
         read = self._read.get(role)
