@@ -38,7 +38,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
 
 def _found(module: str, path: str, function: FunctionType) -> Target | Unrecognised:
     try:
-        if path.endswith(_METHOD):
+        if path.endswith(f".{_METHOD}"):
             recognise_product(function)
             return Target(_OP, LIBRARY, module, path, _adapter, "a product per group of rows")
         meaning = recognise_experts(function)

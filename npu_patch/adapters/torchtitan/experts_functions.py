@@ -72,7 +72,11 @@ def _cast(meaning: ExpertsFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _reason(rows: Tensor, weights: tuple[Tensor, ...], counts: Tensor) -> str | None:
     if type_checking():
         return TYPE_CHECKING_REASON
-    return next((reason for weight in weights if (reason := op.unsupported(rows, weight, counts))), None)
+    for weight in weights:
+        given = rows if weight.shape[1] == rows.shape[1] else rows[:, :1].expand(-1, weight.shape[1])  # as the last has
+        if (reason := op.unsupported(given, weight, counts)) is not None:
+            return reason
+    return None
 
 
 def _product(

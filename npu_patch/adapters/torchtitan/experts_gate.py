@@ -100,7 +100,7 @@ def _computes(experts: Any, forward: FunctionType, matrices: Matrices, counts: T
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and same(a.bfloat16(), b.bfloat16(), loose=True)
+    return a.dtype is b.dtype and same(a.to(torch.bfloat16), b.to(torch.bfloat16), loose=True)
 
 
 def _adapter(matrices: Matrices) -> Callable[[Any, Site], Callable[..., Tensor]]:
@@ -124,8 +124,10 @@ def _adapter(matrices: Matrices) -> Callable[[Any, Site], Callable[..., Tensor]]
 
 def _run(experts: Any, x: Tensor, counts: Tensor, matrices: Matrices) -> Tensor:
     gate, up, down = (_local(getattr(experts, name)) for name in (matrices.gate, matrices.up, matrices.down))
-    offsets, rows = torch.cumsum(counts, dim=0, dtype=torch.int32), x.bfloat16()
-    sides = [experts._grouped_mm(A=rows, B_t=w.bfloat16().transpose(-2, -1), offs=offsets) for w in (gate, up)]
+    offsets, sides = torch.cumsum(counts, dim=0, dtype=torch.int32), []
+    for weight in (gate, up):  # cast for each, as in the original: wider gradients are summed in their own type
+        product = experts._grouped_mm(A=x.bfloat16(), B_t=weight.bfloat16().transpose(-2, -1), offs=offsets)
+        sides.append(product)
     hidden, last = _gated(*sides), down.bfloat16().transpose(-2, -1)
     result: Tensor = experts._grouped_mm(A=hidden, B_t=last, offs=offsets).type_as(x)
     return result
