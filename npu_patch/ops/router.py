@@ -107,6 +107,8 @@ def unfit(tokens: int, experts: int, routing: Routing, bias: Tensor | None, devi
         return f"groups of {size} of {experts} experts"
     if not 1 <= k <= min(size * kept, _SOFTMAX_TOP_K):
         return f"{k} of {size * kept} experts"
+    if routing.score == "sigmoid" and routing.eps is None and groups == 1:
+        return "sigmoid scores that are not divided by their sum: fused, that launches as much"
     return _absent(routing, bias)
 
 

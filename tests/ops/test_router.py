@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ ROUTINGS = {
     "sigmoid, divided": (Routing("sigmoid", 3, 1e-20, 2.5), False),
     "sigmoid, divided, bias": (Routing("sigmoid", 3, 1e-20, 2.5), True),
     "sigmoid, divided, groups": (Routing("sigmoid", 4, 1e-20, 2.5, 4, 2), True),
-    "sigmoid": (Routing("sigmoid", 3, None, 1.5), True),
+    "sigmoid": (Routing("sigmoid", 3, None, 1.5, 2, 1), True),
     "sigmoid, groups": (Routing("sigmoid", 3, None, 1.0, 4, 2), False),
     "softmax": (Routing("softmax", 3), False),
     "softmax, scale": (Routing("softmax", 3, None, 16.0), False),
@@ -138,6 +136,8 @@ def test_weights_of_half_logits_round_once(name, dtype):
 def test_any_logits_give_finite_weights_of_different_experts(tokens, experts, part, score, eps, spread, seed):
     """Equal scores, all experts, one token, logits whose scores are 0 or 1."""
     k = max(1, round(part * experts))
+    if score == "sigmoid" and eps is None:
+        eps = 1e-20  # undivided it is left alone
     r = Routing(score, k, eps)
     x = (random(tokens, experts, seed=seed).detach() * spread).requires_grad_()
     weights, chosen, _ = fused(x, r, None)
@@ -153,7 +153,7 @@ def test_any_logits_give_finite_weights_of_different_experts(tokens, experts, pa
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen():
-    for score, eps in itertools.product(("softmax", "sigmoid"), (None, 1e-20)):
+    for score, eps in (("softmax", None), ("softmax", 1e-20), ("sigmoid", 1e-20)):
         experts = fused(torch.zeros(2, 8).npu(), Routing(score, 3, eps), None)[1]
         assert experts.tolist() == [[0, 1, 2], [0, 1, 2]]
 
@@ -239,6 +239,12 @@ def test_what_the_operators_cannot_take_has_a_reason(x, routing, bias, words):
     assert op.unsupported(x, routing, bias) == words
 
 
+def test_undivided_sigmoid_scores_of_all_experts_are_left_alone():
+    x = torch.zeros(2, 8).npu()
+    assert "launches as much" in str(op.unsupported(x, Routing("sigmoid", 2)))
+    assert op.unsupported(x, Routing("sigmoid", 2, groups=2)) is None
+
+
 def test_under_a_transform_there_is_a_reason():
     x = torch.zeros(3, 2, 8).npu()
     seen = []
@@ -250,7 +256,7 @@ def test_an_operator_that_torch_npu_lacks_is_a_reason(monkeypatch):
     monkeypatch.setattr(op, "schema_has", lambda name: False)
     x = torch.zeros(2, 8).npu()
     assert op.unsupported(x, Routing("softmax", 2)) == "torch_npu has no npu_moe_gating_top_k_softmax_v2"
-    assert op.unsupported(x, Routing("sigmoid", 2)) == "torch_npu has no npu_moe_gating_top_k"
+    assert op.unsupported(x, Routing("sigmoid", 2, 0.0)) == "torch_npu has no npu_moe_gating_top_k"
 
 
 def test_where_the_gradient_operator_is_not_documented_the_formula_is_used(monkeypatch):
