@@ -65,7 +65,12 @@ def current(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Calla
         fla.install()
     flavor, count, start = CURRENT_MODELS[family]
     model = settle(families.build(family, flavor, "flex", dtype, change=shrink(count, start)))
-    return model, families.loss_of(model, packed_positions(*ROWS))
+    return model, families.loss_of(model, packed_positions(*ROWS), pictures_of(model))
+
+
+def pictures_of(model: Any) -> tuple[tuple[int, int, int], ...]:
+    """What a model that sees is shown."""
+    return ((1, 4, 4), (1, 2, 4)) if getattr(model, "vision_encoder", None) is not None else ()
 
 
 PREVIOUS_MODELS = ("llama4", "qwen3", "deepseek_v3", "gpt_oss")
