@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,7 +37,8 @@ def _gated(meaning: ExpertsFunction) -> Factory:
                 return result
             site.hit()
             hidden = F.silu(_product(meaning, rows, up, counts)) * _product(meaning, rows, gate, counts)
-            return _product(meaning, hidden, down, counts).type_as(x)
+            out = _product(meaning, hidden, down, counts)
+            return out if meaning.dtype is None else out.type_as(x)
 
         return run
 
@@ -50,6 +52,8 @@ def _limited(meaning: ExpertsFunction) -> Factory:
         ) -> Tensor:
             first, second, rows = _cast(meaning, w1, w2, x)
             reason = _reason(rows, (first, second), counts)
+            if reason is None and meaning.dtype is None and b1.dtype != rows.dtype:
+                reason = "biases wider than the products, as under autocast"
             if reason is not None:
                 site.fallback(reason)
                 result: Tensor = original(w1, b1, w2, b2, limit, x, counts, degree)
@@ -65,7 +69,10 @@ def _limited(meaning: ExpertsFunction) -> Factory:
 
 def _cast(meaning: ExpertsFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the type of the products; rows stay rows, matrices become those of `x @ w`."""
-    cast = tensors if meaning.dtype is None else tuple(tensor.to(meaning.dtype) for tensor in tensors)
+    dtype = meaning.dtype
+    if dtype is None and torch.is_autocast_enabled("npu"):  # as it casts torch.matmul
+        dtype = torch.get_autocast_dtype("npu")
+    cast = tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
     return tuple(tensor.transpose(-2, -1) if tensor.dim() == 3 else tensor for tensor in cast)
 
 
