@@ -26,7 +26,10 @@ FILES = {
         "transformers.loss.loss_utils",
         "transformers.masking_utils",
         "transformers.integrations.sdpa_attention",
-        *(f"transformers.models.{m}.modeling_{m}" for m in ("llama", "gemma3", "phi3", "glm4", "gpt_oss", "clvp")),
+        *(
+            f"transformers.models.{m}.modeling_{m}"
+            for m in ("llama", "gemma3", "phi3", "glm4", "gpt_oss", "deepseek_v3", "clvp")
+        ),
     ),
     "torchtitan": (
         *(f"torchtitan.models.common.{m}" for m in ("attention", "decoder", "nn_modules", "rope", "feed_forward")),
