@@ -1,4 +1,4 @@
-"""Hugging Face transformers: norm classes, rope functions, gated MLPs, the attention registry and the loss."""
+"""Hugging Face transformers: norm classes, rope functions, gated MLPs, the registries of attention and experts, losses."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ ATTENTION_REGISTRY = "transformers.modeling_utils"
 MASKS = "transformers.masking_utils"
 ADDITIVE_MASKS = "transformers.modeling_attn_mask_utils"
 LOSSES = "transformers.loss.loss_utils"
+EXPERTS = "transformers.integrations.moe"
 _NOT_TORCH = ("modeling_tf_", "modeling_flax_")
 
 
 def modules() -> list[str]:
-    """Full names of the modules to look at: masks, registry, losses, every model's, found without importing any."""
+    """Full names of the modules to look at: masks, registries, losses, every model's, found without importing any."""
     spec = importlib.util.find_spec(LIBRARY)
     folders = spec.submodule_search_locations if spec is not None else None
     names = [MASKS, ATTENTION_REGISTRY, LOSSES]
     for folder in folders or ():
         if Path(folder, f"{ADDITIVE_MASKS.rpartition('.')[2]}.py").exists():  # of transformers 4
             names.append(ADDITIVE_MASKS)
+        if Path(folder, *EXPERTS.split(".")[1:]).with_suffix(".py").exists():  # of transformers 5
+            names.append(EXPERTS)
         files = [
             file for file in Path(folder, "models").glob("*/modeling_*.py") if not file.stem.startswith(_NOT_TORCH)
         ]

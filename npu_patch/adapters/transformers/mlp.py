@@ -18,7 +18,7 @@ from ...discovery.mlp import GatedMeaning, NotGated, recognise_gated_mlp
 from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY
+from . import LIBRARY, experts_gate
 from .activations import activation, learn
 
 _OP = "swiglu"
@@ -28,6 +28,7 @@ _SEPARATE = "separate"
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The gated MLP classes that a module defines."""
     learn()
+    yield from experts_gate.find(module)
     for name, cls in list(vars(module).items()):
         try:
             with foreign_code():
