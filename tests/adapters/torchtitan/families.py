@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from .models import BATCH, LENGTH
+from .models import BATCH, LENGTH, mean_cross_entropy
 
 
 def build(
@@ -101,7 +101,11 @@ def picture(model: Any, tokens: Tensor, grids: tuple[tuple[int, int, int], ...])
 
 
 def loss_of(
-    model: Any, positions: Tensor, grids: tuple[tuple[int, int, int], ...] = (), seed: int = 1
+    model: Any,
+    positions: Tensor,
+    grids: tuple[tuple[int, int, int], ...] = (),
+    seed: int = 1,
+    criterion: Callable[[Tensor, Tensor], Tensor] = mean_cross_entropy,
 ) -> Callable[[], Tensor]:
     """A loss for `training_step`; masks are built anew in every call, as the trainer does."""
     tokens, labels = (tokens_of(model, *positions.shape, seed=n) for n in (seed, seed + 100))
@@ -111,7 +115,7 @@ def loss_of(
     def loss() -> Tensor:
         fresh = positions.clone()
         logits = model(tokens, positions=fresh, attention_masks=model.get_attention_masks(fresh), **pictures)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return criterion(logits, labels)
 
     return loss
 

@@ -52,6 +52,10 @@ def packed_positions(*rows: tuple[int, ...]) -> Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).to("npu")
 
 
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 def loss_of(model: torch.nn.Module, positions: Tensor) -> Callable[[], Tensor]:
     """A loss for `training_step`; masks are built anew in every call, as the trainer does."""
     generator = torch.Generator().manual_seed(1)
@@ -60,7 +64,7 @@ def loss_of(model: torch.nn.Module, positions: Tensor) -> Callable[[], Tensor]:
     def loss() -> Tensor:
         fresh = positions.clone()
         logits = model(tokens, positions=fresh, attention_masks=model.get_attention_masks(fresh))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return mean_cross_entropy(logits, labels)
 
     return loss
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 
+from .models import mean_cross_entropy
+
 BATCH, LENGTH = 2, 48
 EOS = 7
 
@@ -63,7 +65,9 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
     return tokens.npu()
 
 
-def loss_of(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
+def loss_of(
+    model: Any, tokens: Tensor, criterion: Callable[[Tensor, Tensor], Tensor] = mean_cross_entropy
+) -> Callable[[], Tensor]:
     """A loss for `training_step`; masks are built anew in every call, as the trainer does."""
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(0, 2048, tokens.shape, generator=generator).npu()
@@ -72,7 +76,7 @@ def loss_of(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
     def loss() -> Tensor:
         fresh = tokens.clone()
         masks = {"attention_masks": model.get_attention_masks(fresh, Tokenizer())} if masked else {}
-        return torch.nn.functional.cross_entropy(model(fresh, **masks).flatten(0, 1).float(), labels.flatten())
+        return criterion(model(fresh, **masks), labels)
 
     return loss
 
