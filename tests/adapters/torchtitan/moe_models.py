@@ -20,6 +20,7 @@ from .models import packed_positions
 
 ROWS = (48,), (7, 1, 40)
 EXPERTS, HIDDEN = 8, 64
+TRAINED = 3  # layers, by the trainer
 
 
 def shrink(count: int, start: int = 0) -> Callable[[Any], None]:
