@@ -50,12 +50,20 @@ _SPARSE: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 32, "index_topk
 
 @dataclass(frozen=True)
 class Calls:
-    """How often one forward pass reaches what can be patched; a loss is one call of cross entropy more."""
+    """How often one forward pass reaches what can be patched; a loss is one call of cross entropy more.
+
+    Args:
+        swiglu: outside of experts.
+        experts: layers of experts that go through the registry.
+        gates: of them, those with the common gate.
+    """
 
     rms_norm: int
     rope: int
     attention: int
     swiglu: int = 0
+    experts: int = 0
+    gates: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,14 @@ _FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2", Calls(5, 2, 2)),
     "qwen3": Family("qwen3", Calls(9, 2, 2), _HEAD),
     "qwen3_moe": Family(
-        "qwen3_moe", Calls(9, 2, 2), {**_HEAD, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True}, experts=True
+        "qwen3_moe",
+        Calls(9, 2, 2, experts=2, gates=2),
+        {**_HEAD, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True},
+        experts=True,
     ),
-    "mixtral": Family("mixtral", Calls(5, 2, 2), {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    "mixtral": Family(
+        "mixtral", Calls(5, 2, 2, experts=2, gates=2), {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
+    ),
     "gemma2": Family("gemma2", Calls(9, 2, 2), _GEMMA),
     "gemma2 without a cap": Family("gemma2", Calls(9, 2, 2), {**_GEMMA, "attn_logit_softcapping": None}),
     "gemma3": Family(
@@ -95,14 +108,18 @@ _FAMILIES: dict[str, Family] = {
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
         module="gemma3",
     ),
-    "deepseek_v2": Family("deepseek_v2", Calls(9, 2, 2), _DEEPSEEK, experts=True),
-    "deepseek_v3": Family("deepseek_v3", Calls(9, 2, 2), {**_DEEPSEEK, **_GROUPS}, experts=True),
-    "deepseek_v32": Family("deepseek_v32", Calls(9, 4, 2), {**_DEEPSEEK, **_GROUPS, **_SPARSE}, experts=True),
-    "glm_moe_dsa": Family("glm_moe_dsa", Calls(9, 4, 2), {**_DEEPSEEK, **_GROUPS, **_SPARSE}, experts=True),
+    "deepseek_v2": Family("deepseek_v2", Calls(9, 2, 2, experts=1, gates=1), _DEEPSEEK, experts=True),
+    "deepseek_v3": Family("deepseek_v3", Calls(9, 2, 2, experts=1, gates=1), {**_DEEPSEEK, **_GROUPS}, experts=True),
+    "deepseek_v32": Family(
+        "deepseek_v32", Calls(9, 4, 2, experts=1, gates=1), {**_DEEPSEEK, **_GROUPS, **_SPARSE}, experts=True
+    ),
+    "glm_moe_dsa": Family(
+        "glm_moe_dsa", Calls(9, 4, 2, experts=1, gates=1), {**_DEEPSEEK, **_GROUPS, **_SPARSE}, experts=True
+    ),
     "glm4": Family("glm4", Calls(9, 2, 2, 2), _HEAD),
     "glm4_moe": Family(
         "glm4_moe",
-        Calls(5, 2, 2),
+        Calls(5, 2, 2, experts=1, gates=1),
         {
             **_HEAD,
             **_EXPERTS,
@@ -116,13 +133,13 @@ _FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt_oss",
-        Calls(5, 2, 2),
+        Calls(5, 2, 2, experts=2),
         {**_HEAD, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
         experts=True,
     ),
     "qwen3_next": Family(
         "qwen3_next",
-        Calls(8, 1, 1),
+        Calls(8, 1, 1, experts=2, gates=2),
         {
             **_HEAD,
             **_EXPERTS,
@@ -135,6 +152,15 @@ _FAMILIES: dict[str, Family] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
         experts=True,
+    ),
+    "qwen2_moe": Family(
+        "qwen2_moe",
+        Calls(5, 2, 2, experts=2, gates=2),
+        {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        experts=True,
+    ),
+    "olmoe": Family(
+        "olmoe", Calls(9, 2, 2, experts=2, gates=2), {"num_experts": 4, "num_experts_per_tok": 2}, experts=True
     ),
     "mistral": Family("mistral", Calls(5, 2, 2), _WINDOW),
     "phi3": Family("phi3", Calls(5, 2, 2, 2)),
@@ -170,6 +196,8 @@ LANGUAGE = tuple(name for name in NAMES if name not in VISION)
 """Causal language models."""
 DENSE = tuple(name for name in NAMES if not _FAMILIES[name].experts)
 """Models without experts, vision towers included."""
+EXPERTS = tuple(name for name in NAMES if _FAMILIES[name].experts)
+"""Models with experts."""
 
 
 def calls(name: str) -> Calls:

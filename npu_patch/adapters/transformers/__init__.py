@@ -1,4 +1,4 @@
-"""Hugging Face transformers: norm classes, rope functions, gated MLPs, the registries of attention and experts, losses."""
+"""Hugging Face transformers: norms, rope functions, gated MLPs, the registries of attention and experts, losses."""
 
 from __future__ import annotations
 
