@@ -194,9 +194,14 @@ OPS: tuple[Op, ...] = (
     Op(
         name="router",
         summary="scores and choice of experts",
-        operators=("npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax"),
+        operators=("npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax_v2"),
         default=False,
-        aliases=("npu_router", "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax"),
+        aliases=(
+            "npu_router",
+            "npu_moe_gating_top_k",
+            "npu_moe_gating_top_k_softmax",
+            "npu_moe_gating_top_k_softmax_v2",
+        ),
     ),
 )
 

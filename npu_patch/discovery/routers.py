@@ -84,8 +84,8 @@ class _Search:
         runs = [self._run(probe, assignment, watch, seen) for probe in probes(self.dims)]
         if runs[0].failed:
             raise NotRecognised(seen.error)
-        bare = [self._run(probe, assignment, watch, seen, given=False) for probe in probes(self.dims)[:2]]
-        bare = [] if not self.optional else bare
+        without = probes(self.dims)[:2] if self.optional else ()
+        bare = [self._run(probe, assignment, watch, seen, given=False) for probe in without]
         roles = {role: name for name, role in assignment.items() if role not in (*CONSTANTS, "held")}
         loose = [self._run(ungrouped(self.dims), assignment, watch, seen)] if "groups" in roles else []
         if "limited" in roles:

@@ -193,6 +193,19 @@ def test_one_launch_chooses_from_groups():
     assert launches[0] <= launches[1] - 9, launches
 
 
+@current
+def test_compiled_the_router_is_the_same():
+    module, x = router(num_expert_groups=4, num_limited_groups=2), tokens()
+    with npu_patch.scope("router"):
+        plain = ordered(module(x, bias()))
+        fresh = ordered(torch.compile(module, backend="aot_eager", fullgraph=True)(x, bias()))
+        rows = [row.state for row in npu_patch.status() if row.target.endswith("TokenChoiceTopKRouter.forward")]
+    assert rows == ["compiled"]
+    assert torch.equal(fresh[1], plain[1])
+    for one, other in zip(gradients(fresh, x, module), gradients(plain, x, module), strict=True):
+        assert relative_error(one, other) <= 1e-5
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
