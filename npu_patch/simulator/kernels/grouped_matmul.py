@@ -95,6 +95,10 @@ def _by_rows(
     call.require(x.is_contiguous(), "x", "must be contiguous for group_type 0")
     if len(weight) == 1:
         call.require(weight[0].dim() == 3, "weight", f"must be [groups, k, n], has {weight[0].dim()} dimensions")
+    else:
+        call.require(bias is None, "bias", "is simulated for weights in one tensor only")
+        uniform = len({_transposed(one) for one in weight if 1 not in one.shape}) <= 1
+        call.require(uniform, "weight", "some are transposed matrices and others are not")
     most = limits.GMM_GROUPS if len(weight) == 1 else limits.GMM_LIST
     matrices = list(weight[0]) if len(weight) == 1 else weight
     call.require(1 < len(matrices) <= most, "group_list", f"{len(matrices)} groups, of 2 to {most}")
