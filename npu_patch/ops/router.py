@@ -307,6 +307,7 @@ class _SoftmaxOfBest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         weights, index, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2.default(
             logits.to(dtype), k=k, renorm=1, output_softmax=False
         )
@@ -317,7 +318,11 @@ class _SoftmaxOfBest(torch.autograd.Function):
         return weights, experts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         weights, experts = ctx.saved_tensors
         grad = _through_scores(weights, grad, "softmax").to(ctx.dtype)
         return grad.new_empty(ctx.shape).zero_().scatter(1, experts, grad), None, None

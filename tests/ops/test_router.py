@@ -11,7 +11,7 @@ from npu_patch.ops import router as op
 from npu_patch.ops.router import Routing
 
 from ..support.numerics import relative_error
-from .tools import Ran, compiled, random
+from .tools import Ran, assert_no_worse, compiled, random
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROUTINGS = {
@@ -121,6 +121,30 @@ def test_weights_of_half_logits_round_once(name, dtype):
     wanted = torch.autograd.grad((formula(exact, r, None)[0] * head).sum(), exact)[0]
     assert gradient.dtype is BF16
     assert relative_error(gradient, wanted) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("softmax", BF16),
+        ("softmax, divided", BF16),
+        ("softmax, scale", F32),
+        ("sigmoid, divided", F32),
+        ("sigmoid", F32),
+    ],
+)
+def test_half_logits_are_rounded_no_worse_than_in_the_originals(name, dtype):
+    """The types of weights that models have; those of Mixtral, float32 divided by their sum, are judged above."""
+    r, _ = ROUTINGS[name]
+
+    def original(x):
+        return formula(x.float(), r, None)[0].to(dtype)
+
+    def distinct(seed):
+        order = torch.rand(64, 16, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+        return [((order + 0.37 * seed) / 4 - 2).to(BF16).npu().requires_grad_()]
+
+    assert_no_worse(lambda x: fused(x, r, None, dtype=dtype)[0], original, lambda x: formula(x, r, None)[0], distinct)
 
 
 @settings(max_examples=60, deadline=None)
