@@ -148,16 +148,19 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group_list: Tensor, cumulative: bool, tail: bool
     ) -> Tensor:
         rows_wanted, weight_wanted = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if weight_wanted else None, weight if rows_wanted else None, group_list)
+        groups = Groups(group_list, cumulative)
+        # Made here, where the products of a layer share the counts: a backward pass may see a copy of them in each.
+        empty = groups.empty() if weight_wanted else None
+        ctx.save_for_backward(x if weight_wanted else None, weight if rows_wanted else None, group_list, empty)
         ctx.cumulative, ctx.tail = cumulative, tail
         ctx.transposed = is_transposed(weight)
-        return multiply(x, [weight], bias, Groups(group_list, cumulative), tail)
+        return multiply(x, [weight], bias, groups, tail)
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x, weight, group_list = ctx.saved_tensors
+        x, weight, group_list, empty = ctx.saved_tensors
         rows_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[:3]
         groups = Groups(group_list, ctx.cumulative)
         grad_x = grad_weight = grad_bias = None
@@ -168,9 +171,9 @@ class _Multiply(torch.autograd.Function):
             else:
                 grad_x = multiply(grad, [back], None, groups, ctx.tail)
         if weight_wanted:
-            grad_weight = outer_of(x, grad, groups, ctx.transposed, ctx.tail)
+            grad_weight = outer_of(x, grad, groups, ctx.transposed, ctx.tail, empty)
         if bias_wanted:
-            grad_bias = outer_of(ones_for(grad), grad, groups, False, ctx.tail)[:, 0]
+            grad_bias = outer_of(ones_for(grad), grad, groups, False, ctx.tail, empty)[:, 0]
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -179,10 +182,12 @@ def differentiated() -> bool:
     return torch.is_grad_enabled() and not is_compiling()
 
 
-def outer_of(x: Tensor, grad: Tensor, groups: Groups, transposed: bool, tail: bool) -> Tensor:
+def outer_of(
+    x: Tensor, grad: Tensor, groups: Groups, transposed: bool, tail: bool, empty: Tensor | None = None
+) -> Tensor:
     """The gradient of the matrices, attached to the graph where that is wanted."""
     if not differentiated():
-        return outer(x, grad, groups, transposed)
+        return outer(x, grad, groups, transposed, empty)
     result: Tensor = _Outer.apply(x, grad, *groups, transposed, tail)
     return result
 

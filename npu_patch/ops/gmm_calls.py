@@ -69,11 +69,14 @@ def multiply(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, groups: 
     return y.masked_fill_(past_the_last(x.shape[0], groups), 0.0) if tail else y
 
 
-def outer(x: Tensor, grad: Tensor, groups: Groups, transposed: bool) -> Tensor:
-    """`x[rows of e].T @ grad[rows of e]` of each expert, (experts, k, n); stored as (experts, n, k) if transposed."""
+def outer(x: Tensor, grad: Tensor, groups: Groups, transposed: bool, empty: Tensor | None = None) -> Tensor:
+    """`x[rows of e].T @ grad[rows of e]` of each expert, (experts, k, n); stored as (experts, n, k) if transposed.
+
+    `empty` is that of the groups, if it is known.
+    """
     left, right = (grad, x) if transposed else (x, grad)
     result = _operator(_dense(left).t(), [right.contiguous()], None, groups, 2)
-    result.masked_fill_(groups.empty(), 0.0)
+    result.masked_fill_(groups.empty() if empty is None else empty, 0.0)
     return result.transpose(1, 2) if transposed else result
 
 
