@@ -9,6 +9,7 @@ and what it does is seen by watching `MetricsProcessor.log`, `clip_grad_norm_` a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import npu_patch
 from examples import pretrain_torchtitan as example
+from tests.support import fla
 from tests.support.pictures import stand_in_for_torchvision
 
 RANK = int(os.environ["RANK"])
@@ -135,12 +137,45 @@ def carry_out(run: dict[str, Any], recent: bool) -> dict[str, Any]:
     return {**result, "launches": launches}
 
 
+def share_parameters_without_annotations() -> None:
+    """Makes the back end `spmd_types` of torchtitan 0.3.0 run on several ranks with a torch before 2.14.
+
+    It annotates plain parameters, and hands `fully_shard` the mesh of all dimensions; earlier ones know no annotations
+    and refuse plain parameters on such a mesh.  Where data are all that is split, the mesh of those ranks says as much.
+    """
+    import torch
+    import torchtitan.distributed.full_dtensor as full_dtensor
+
+    if torch.__version__ >= (2, 14):
+        return
+    resolve = full_dtensor.resolve_fsdp_mesh
+
+    def of_data_alone(parallel_dims: Any) -> Any:
+        mesh, dimensions = resolve(parallel_dims)
+        only_data = not (parallel_dims.tp_enabled or parallel_dims.cp_enabled or parallel_dims.dp_replicate_enabled)
+        if parallel_dims.spmd_backend == "spmd_types" and only_data:
+            return parallel_dims.get_mesh("dp_shard"), None
+        return mesh, dimensions
+
+    full_dtensor.resolve_fsdp_mesh = of_data_alone
+
+
+def add_untied_flavor() -> None:
+    """The tied weights of qwen3's debug model in torchtitan 0.2.2 are refused by the FSDP2 of torch 2.13."""
+    from torchtitan.models.qwen3 import qwen3_args
+
+    qwen3_args["debugmodel_untied"] = dataclasses.replace(qwen3_args["debugmodel"], enable_weight_tying=False)
+
+
 def main() -> None:
     runs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     recent = example.is_recent()
     example.add_set_timeout()
+    fla.install()  # what qwen3_5 imports
+    share_parameters_without_annotations() if recent else None
     sys.argv[1:] = runs[0]["flags"]
     watch()
+    None if recent else add_untied_flavor()
     npu_patch.configure("swiglu", separate=True)
     results = {run["name"]: carry_out(run, recent) for run in runs}
     (folder / f"results.{RANK}.json").write_text(json.dumps(results))
