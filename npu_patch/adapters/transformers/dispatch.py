@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import functions
 from ...discovery import NotRecognised
 from ...discovery.experts import recognise_experts, recognise_linear
 from ...ops import permute as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY
-from .experts_registry import ENTRY_PARALLEL, GROUPED, LINEAR, entry, path
+from .experts_registry import ENTRY_PARALLEL, GROUPED, LINEAR, PRODUCT, entry, path
 
 _OP = "permute"
 
@@ -45,6 +46,13 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
 def adapter(module: ModuleType) -> Callable[[Any, Site], Callable[..., Tensor]]:
     """A factory for the entry's function."""
 
+    def fused_product() -> bool:
+        """Whether the product of groups is one of this package, which takes offsets in int64."""
+        product = getattr(module, PRODUCT)
+        return functions.beneath(product) is not product
+
+    fused_product._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked once, while tracing
+
     def factory(original: Any, site: Site) -> Callable[..., Tensor]:
         def grouped_mm(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             reason = _unsupported(self, hidden_states, top_k_index, top_k_weights)
@@ -53,9 +61,8 @@ def adapter(module: ModuleType) -> Callable[[Any, Site], Callable[..., Tensor]]:
                 result: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
                 return result
             site.hit()
-            ids = top_k_index.int()  # the type that histc takes
-            rows, order = op.permute(hidden_states, ids)
-            rows = _run(self, module, rows, ids)
+            rows, order = op.permute(hidden_states, top_k_index)
+            rows = _run(self, module, rows, top_k_index, torch.int64 if fused_product() else torch.int32)
             combined = op.combine(rows, order, top_k_weights, rounded=False)
             return combined.to(hidden_states.dtype)
 
@@ -79,11 +86,16 @@ def _unsupported(experts: Any, hidden_states: Tensor, ids: Tensor, weights: Tens
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _run(experts: Any, module: ModuleType, rows: Tensor, ids: Tensor) -> Tensor:
-    """The experts on sorted rows, (tokens * top_k, hidden), as the original does it; ids are (tokens, top_k), int32."""
+def _run(experts: Any, module: ModuleType, rows: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The experts on sorted rows, (tokens * top_k, hidden), as the original does it.
+
+    Args:
+        ids: (tokens, top_k).
+        dtype: of the offsets.
+    """
     linear, transposed = getattr(module, LINEAR), experts.is_transposed
     counts = torch.histc(ids, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
-    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    offsets = torch.cumsum(counts, dim=0, dtype=dtype)
     expert_of_row = torch.sort(ids.view(-1))[0] if experts.has_bias else None
 
     def bias(name: str) -> Tensor | None:

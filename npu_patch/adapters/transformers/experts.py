@@ -58,7 +58,7 @@ def _product(original: Any, site: Site) -> Callable[..., Tensor]:
         reason = op.unsupported(rows, weight, offs)
         if reason is not None:
             site.fallback(reason)
-            result: Tensor = original(rows, weight, offs)
+            result: Tensor = original(rows, weight, offs.int())
             return result
         site.hit()
         # What lies past the last offset is masked around this function.  Among several experts such rows stay out of
