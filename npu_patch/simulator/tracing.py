@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,6 +79,10 @@ class Trace(TorchDispatchMode):
         The most memory in use above what was in use at the start, from ``torch.npu`` memory statistics of the current
         device. Entering resets that peak statistic (traces may be nested; a reset by the traced code loses its past).
     """
+
+    # Counted as what they are composed of.  With a gradient PyTorch 2.13 traces flex attention under the mode, and ends
+    # the process there: compile it, or trace it without a gradient.
+    supports_higher_order_operators = True
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -170,6 +176,9 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # a DTensor or the like: what it does with its local tensors comes here again
+        if isinstance(func, HigherOrderOperator):
+            with self._inside():
+                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         op = describe(func)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self._parameters |= {

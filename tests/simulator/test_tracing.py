@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -251,3 +252,15 @@ def test_counts_are_available_as_plain_data() -> None:
     with trace() as t:
         _ = values(4).npu() + 1
     assert json.loads(json.dumps(t.to_dict()))["launches_by_op"] == {"add": 1}
+
+
+def test_flex_attention_without_a_gradient_counts_as_what_it_is_composed_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import flex_attention as module
+
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    query = torch.randn(1, 2, 16, 8, device="npu")
+    expected = module.flex_attention(query, query, query)
+    with trace() as counted:
+        output = module.flex_attention(query, query, query)
+    torch.testing.assert_close(output, expected)
+    assert counted.launches_by_op["matmul"] == 2
