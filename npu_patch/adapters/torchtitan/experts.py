@@ -16,6 +16,7 @@ from ...ops import gmm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY
+from .experts_counts import counts_of
 from .experts_functions import adapter as function_adapter
 from .experts_meaning import recognise_experts, recognise_product
 from .typecheck import TYPE_CHECKING_REASON, type_checking
@@ -58,6 +59,8 @@ def _adapter(original: Any, site: Site) -> Any:
         site.hit()
         # Rows past the last offset are undefined in the original, too: torch._grouped_mm does not write them.  Among
         # several experts they stay out of every gradient; a single one is multiplied by all rows that are not left out.
-        return op.grouped_matmul(A, B_t, offs, cumulative=True, tail=B_t.shape[0] == 1)
+        counts, tail = counts_of(offs), B_t.shape[0] == 1
+        groups = offs if counts is None else counts
+        return op.grouped_matmul(A, B_t, groups, cumulative=counts is None, tail=tail)
 
     return _grouped_mm

@@ -24,6 +24,7 @@ from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY, dtensors
+from .experts_counts import offsets_of
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
 _OP = "swiglu"
@@ -124,7 +125,7 @@ def _adapter(matrices: Matrices) -> Callable[[Any, Site], Callable[..., Tensor]]
 
 def _run(experts: Any, x: Tensor, counts: Tensor, matrices: Matrices) -> Tensor:
     gate, up, down = (_local(getattr(experts, name)) for name in (matrices.gate, matrices.up, matrices.down))
-    offsets, sides = torch.cumsum(counts, dim=0, dtype=torch.int32), []
+    offsets, sides = offsets_of(counts), []
     for weight in (gate, up):  # cast for each, as in the original: wider gradients are summed in their own type
         product = experts._grouped_mm(A=x.bfloat16(), B_t=weight.bfloat16().transpose(-2, -1), offs=offsets)
         sides.append(product)

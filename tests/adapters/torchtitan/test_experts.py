@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import npu_patch
-from npu_patch.adapters.torchtitan import experts_gate, experts_meaning
+from npu_patch.adapters.torchtitan import experts_counts, experts_gate, experts_meaning
 from npu_patch.discovery import NotRecognised
 from npu_patch.registry import Target
 from npu_patch.simulator import trace
@@ -189,6 +189,24 @@ def test_without_a_gradient_the_gate_is_the_original():
         subject(x, counts)
     assert t.launches_by_op["npu.npu_grouped_matmul"] == 3
     assert "npu.npu_swiglu" not in t.launches_by_op
+
+
+@current
+def test_counts_beside_offsets_are_forgotten_when_either_changes():
+    counts = torch.tensor([5, 0, 3]).npu()
+    offsets = experts_counts.offsets_of(counts)
+    assert offsets.tolist() == [5, 5, 8]
+    assert offsets.dtype is torch.int32
+    assert experts_counts.counts_of(offsets) is counts
+    assert experts_counts.counts_of(offsets.clone()) is None
+    counts.add_(1)
+    assert experts_counts.counts_of(offsets) is None
+    again = experts_counts.offsets_of(counts)
+    again.sub_(1)
+    assert experts_counts.counts_of(again) is None
+    assert experts_counts.counts_of(experts_counts.offsets_of(counts.int())) is None
+    with torch.inference_mode():
+        assert experts_counts.counts_of(experts_counts.offsets_of(counts)) is None
 
 
 @current
