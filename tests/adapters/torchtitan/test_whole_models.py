@@ -50,12 +50,12 @@ def earlier(family, flavor="debugmodel", dtype=torch.float32, **changes):
 # ---- every call of the debug models, as counted in an unpatched forward ----------------------------------------------
 
 FULL = (
-    {  # norms, rotary embeddings and feed-forwards per forward
+    {  # norms, rotary embeddings, feed-forwards and the gates of experts per forward
         "llama3 debugmodel": (13, 6, 6),
         "qwen3 debugmodel": (33, 8, 8),
-        "deepseek_v3 debugmodel": (19, 6, 6),
+        "deepseek_v3 debugmodel": (19, 6, 11),
         "gpt_oss debugmodel": (9, 4, 0),
-        "kimi_k2_7 debugmodel": (19, 10, 6),
+        "kimi_k2_7 debugmodel": (19, 10, 11),
         "muse_glimmer debugmodel": (50, 6, 8),
         "muse_glimmer debugmodel_mm": (51, 9, 8),
         "qwen3_5 debugmodel": (27, 6, 8),
