@@ -279,3 +279,21 @@ def test_a_label_that_is_no_class_and_not_ignored_is_refused(label):
     x, target = random(4, 11), torch.tensor([1, label, -100, 3], device="npu")
     with pytest.raises((RuntimeError, IndexError)):
         fused(x, target, -100, "mean").item()
+
+
+@pytest.mark.parametrize(
+    ("logits", "target"), [((3, 5, 2), (3,)), ((15,), (15,)), ((3, 5), (3, 1)), ((3, 5), (4,)), ((3, 5), ())], ids=str
+)
+def test_each_shape_is_asked_for(logits, target):
+    reason = "logits and labels are not (rows, classes) and (rows,)"
+    assert op.unsupported(random(*logits), torch.zeros(target, dtype=torch.int64, device="npu")) == reason
+
+
+def test_as_many_rows_as_the_operator_takes():
+    assert op.unsupported(torch.zeros(199999, 1, device="npu"), torch.zeros(199999).long().npu()) is None
+
+
+def test_labels_are_plain_tensors_and_parameters_are():
+    x, target = random(3, 5), labels(3, 5)
+    assert op.unsupported(x, target.as_subclass(Subclass)) == "Subclass is not a plain tensor"
+    assert op.unsupported(torch.nn.Parameter(x.detach()), target) is None
