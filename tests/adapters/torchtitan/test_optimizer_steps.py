@@ -26,7 +26,7 @@ from . import families, previous, stand_ins
 from .generation import CURRENT, PREVIOUS
 from .models import Counts, packed_positions, uncompiled
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("optimizer steps")]
+pytestmark = pytest.mark.slow
 
 OPS = ("rms_norm", "rope", "attention", "swiglu", "cross_entropy")
 ROWS = (((48,), (7, 1, 40)), ((20, 28), (13, 35)), ((1, 46, 1), (24, 24)))  # of each step

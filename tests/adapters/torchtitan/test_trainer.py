@@ -17,7 +17,9 @@ from tests.conftest import REAL_NPU
 from .generation import PREVIOUS
 from .trainer_runs import Run, model_flags, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trainer")]
+pytestmark = pytest.mark.slow
+#: The tests of one set of processes stay with one test worker, which starts it.
+ALONE, PAIR, PAIR_ANNOTATED = (pytest.mark.xdist_group(f"trainer {name}") for name in ("alone", "pair", "annotated"))
 
 STEPS = 5
 OPS = "rms_norm,rope,attention,swiglu,cross_entropy"
@@ -143,11 +145,13 @@ def assert_same_course(model, stock, patched, left_alone=()):
     assert patched.fallbacks == fallbacks
 
 
+@ALONE
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_trains_as_without_patches(alone, model):
     assert_same_course(model, alone[f"{STAND_INS.get(model, model)} stock"], alone[f"{model} patched"])
 
 
+@PAIR
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_parameters_train_as_without_patches(pair, name):
     reference, patched = pair[f"{STAND_INS.get(name, name)} sharded stock"], pair[f"{name} sharded patched"]
@@ -155,12 +159,14 @@ def test_sharded_parameters_train_as_without_patches(pair, name):
         assert_same_course(SHARDED[name][0], stock, ours)
 
 
+@PAIR_ANNOTATED
 @pytest.mark.parametrize("model", ANNOTATED)
 def test_sharded_parameters_with_annotations_train_as_without_patches(annotated, model):
     for stock, patched in zip(annotated[f"{model} stock"], annotated[f"{model} patched"], strict=True):
         assert_same_course(model, stock, patched)
 
 
+@PAIR
 @pytest.mark.parametrize("model", ["llama3", "qwen3"])
 def test_tensor_parallel_ranks_compute_dtensors_by_fused_operators(pair, model):
     left_alone = [("cross_entropy", "the vocabulary is spread over ranks")]
@@ -168,6 +174,7 @@ def test_tensor_parallel_ranks_compute_dtensors_by_fused_operators(pair, model):
         assert_same_course(model, stock, patched, left_alone)
 
 
+@ALONE
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_activation_checkpointing_gives_identical_gradients(alone, mode):
     plain, checkpointed = alone["llama3 patched"], alone[mode]
@@ -178,6 +185,7 @@ def test_activation_checkpointing_gives_identical_gradients(alone, mode):
         assert all(torch.equal(a, b) for a, b in zip(expected[step], found[step], strict=True))
 
 
+@ALONE
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_each_fused_operator_runs_as_often_as_the_checkpointing_policy_says(alone, mode):
     """Whole blocks run again in the backward pass; selective checkpointing keeps what attention computed."""
@@ -202,6 +210,7 @@ def test_each_fused_operator_runs_as_often_as_the_checkpointing_policy_says(alon
     assert result.hits == {op: STEPS * number for op, number in calls.items()}
 
 
+@ALONE
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_no_step_copies_anything_to_the_host(alone, mode):
     """What a step needs to know of its positions or tokens was on the host before; the copies are this test's own."""
@@ -210,6 +219,7 @@ def test_no_step_copies_anything_to_the_host(alone, mode):
     assert [after - before for before, after in pairwise(result.copies)] == [watched] * (STEPS - 1)
 
 
+@ALONE
 @pytest.mark.parametrize("writer", ["stock", "patched"])
 def test_a_checkpoint_loads_on_the_other_side_with_identical_parameters(alone, writer):
     saved, resumed = alone[f"llama3 {writer}"].tensors["parameters"], alone[f"{writer}, resumed"]
@@ -220,5 +230,6 @@ def test_a_checkpoint_loads_on_the_other_side_with_identical_parameters(alone, w
     assert bool(resumed.hits) is (writer == "stock")
 
 
+@ALONE
 def test_training_goes_on_alike_from_the_checkpoint_of_either(alone):
     assert alone["patched, resumed"].losses == pytest.approx(alone["stock, resumed"].losses, rel=1e-3)
