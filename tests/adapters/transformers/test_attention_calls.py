@@ -14,7 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as O
 import npu_patch
 import npu_patch.simulator
 from npu_patch import functions
-from npu_patch.adapters.transformers import attention
+from npu_patch.adapters.transformers import attention, masks
+from npu_patch.discovery import NotRecognised
+from npu_patch.ops.masks import Mask
 from npu_patch.ops.per_tensor import Derived
 from npu_patch.sites import Site
 
@@ -248,6 +250,47 @@ def test_a_batch_of_one_that_is_broadcast_runs_the_original():
     args = layer(1), query[:1], key, value, None
     assert same(outcome(function, *args), outcome(ORIGINAL, *args))
     assert (site.hits, len(site.fallbacks)) == (0, 1)
+
+
+@pytest.mark.parametrize("flat", [(0,), (1,), (0, 1, 2)], ids=str)
+def test_tensors_of_another_rank_behave_as_in_the_original(flat):
+    function, site = patched()
+    tensors = [x[0] if i in flat else x for i, x in enumerate(qkv(heads=2, kv_heads=2))]
+    args = layer(1), *tensors, None
+    if flat == (1,):
+        for entry in (function, ORIGINAL):
+            with pytest.raises(IndexError):
+                entry(*args)
+    else:
+        assert same(outcome(function, *args), outcome(ORIGINAL, *args))
+    assert site.fallbacks == {"query heads are not key heads times num_key_value_groups": 1}
+
+
+def test_an_entry_with_other_parameters_has_no_call_site():
+    def swapped(module, key, query, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs): ...
+
+    def one_more(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sinks=None): ...
+
+    for entry in (swapped, one_more):
+        with pytest.raises(NotRecognised, match="takes"):
+            attention.adapter(entry)
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 6), (2, 5, 6), (2, 6, 5)], ids=str)
+def test_what_a_mask_means_for_other_sizes_says_nothing(sizes):
+    query, key, value = qkv()
+    seen = random_mask(2, 1, 6, 6).to("npu")
+    function, site = patched()
+    batch, q_len, kv_len = sizes
+    masks._built.put(seen, masks._Built(Mask.band(1), batch, q_len, kv_len))
+    for _ in range(2):
+        output = function(layer(), query, key, value, seen, scaling=0.25)[0]
+        assert relative_error(output, formula(query, key, value, seen, 0.25)) < 1e-6
+    masks._built.put(seen, masks._Built(Mask.band(1), 2, 6, 6))
+    own = torch.eye(6, dtype=torch.bool)
+    output = function(layer(), query, key, value, seen, scaling=0.25)[0]
+    assert relative_error(output, formula(query, key, value, own, 0.25)) < 1e-6
+    assert site.hits == 3
 
 
 def test_a_mask_of_another_type_or_rank_runs_the_original():

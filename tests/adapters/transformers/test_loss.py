@@ -89,6 +89,9 @@ OTHERS = {
     "with a z-loss": lambda x, t, i, r: (
         F.cross_entropy(x, t, ignore_index=i, reduction=r) + 1e-4 * x.logsumexp(-1).sum()
     ),
+    "a list": lambda x, t, i, r: [],
+    "a number for each row": lambda x, t, i, r: F.cross_entropy(x, t, ignore_index=i, reduction=r).expand(1),
+    "cut off": lambda x, t, i, r: F.cross_entropy(x.detach(), t, ignore_index=i, reduction=r).requires_grad_(),
     "without a gradient": lambda x, t, i, r: F.cross_entropy(x.detach(), t, ignore_index=i, reduction=r) + x.sum() * 0,
 }
 
@@ -109,7 +112,16 @@ def test_another_signature_is_not_recognised():
     def other_default(source, target, num_items_in_batch=None, ignore_index=0, **kwargs):
         return stock()(source, target, num_items_in_batch, ignore_index)
 
-    for function in (swapped, other_default):
+    def without_keywords(source, target, num_items_in_batch=None, ignore_index=-100):
+        return stock()(source, target, num_items_in_batch, ignore_index)
+
+    def with_one_keyword(source, target, num_items_in_batch=None, ignore_index=-100, *, scale=1.0, **kwargs):
+        return stock()(source, target, num_items_in_batch, ignore_index) * scale
+
+    def with_one_more(source, target, num_items_in_batch=None, ignore_index=-100, weight=None, **kwargs):
+        return stock()(source, target, num_items_in_batch, ignore_index, weight=weight)
+
+    for function in (swapped, other_default, without_keywords, with_one_keyword, with_one_more):
         with pytest.raises(NotRecognised):
             loss.recognise(function)
 
@@ -175,6 +187,20 @@ def test_what_the_operator_cannot_honour_runs_the_original(change, reason):
     ours, theirs = forward(**given), original(**given)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert (site.hits, site.fallbacks) == (0, {reason: 1})
+
+
+def test_an_ignored_class_that_is_no_number_runs_the_original():
+    forward, site, original = installed()
+    x, target = logits(), labels()
+    for ignored in (True, None, torch.tensor(-100)):
+        outcomes = []
+        for function in (forward, original):
+            try:
+                outcomes.append(function(x, target, None, ignored).item())
+            except (TypeError, RuntimeError) as error:
+                outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1]
+    assert (site.hits, site.fallbacks) == (0, {"ignore_index is not a number": 3})
 
 
 def test_under_a_function_transform_the_original_runs():
