@@ -18,6 +18,7 @@ from .. import functions
 from .bracket import NotRecognised, no_random_draws, plain, quiet, same
 
 _EXPERTS, _SIZE, _INNER, _TOKENS, _TOP_K = 4, 16, 8, 6, 2
+_SCALES = ((1e-4,), (1.0,), (4.0,), (32.0,), (1024.0,))  # no clamp goes unseen
 
 
 def pristine(module: ModuleType, function: Any) -> FunctionType:
@@ -136,9 +137,9 @@ def recognise_gate(function: object) -> None:
     if gate.__code__.co_argcount != 2 or gate.__code__.co_flags & 0x0C or gate.__code__.co_kwonlyargcount:
         raise NotRecognised("takes more than the projections")
     with quiet(), no_random_draws():
-        for activation in (torch.tanh, lambda x: x.clamp(-1.0, 3.0) - 2.0):
+        for activation in (torch.tanh, lambda x: x.abs() - 2.0):
             for dtype in (torch.float32, torch.bfloat16):
-                x = (_leaf(5, 12, dtype=dtype).detach() * 4.0).requires_grad_()
+                x = (_leaf(5, 12, dtype=dtype).detach() * torch.tensor(_SCALES, dtype=dtype)).requires_grad_()
 
                 def wanted(x: Tensor, activation: Any = activation) -> Tensor:
                     return activation(x[:, :6]) * x[:, 6:]
