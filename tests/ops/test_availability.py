@@ -99,3 +99,46 @@ def test_operators_are_known_by_their_schema() -> None:
     assert not availability.schema_has("npu_rms_norm", "sink")
     assert not availability.schema_has("npu_does_not_exist")
     assert not availability.schema_has("npu_does_not_exist", "sink")
+
+
+def test_a_torch_npu_that_registered_no_device_is_a_final_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "npu")
+    reason = "torch_npu is imported but did not register torch.npu"
+    assert why_unavailable() == Unavailable(reason, final=True)
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_npu"])
+def test_what_ran_to_its_end_is_imported_although_the_import_system_still_works(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(availability, "_executed", set())
+    monkeypatch.setattr(sys.modules[name].__spec__, "_initializing", True, raising=False)
+    assert why_unavailable() == Unavailable("torch_npu is still being imported", final=False)
+    availability.executed(name)
+    assert why_unavailable() is None
+
+
+def test_an_error_without_a_text_is_told_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.npu, "device_count", broken)
+    assert why_unavailable() == Unavailable("torch_npu cannot count its devices: RuntimeError", final=True)
+
+
+def test_the_chips_name_is_asked_of_an_initialised_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name() -> str:
+        raise RuntimeError("no such device")
+
+    torch.ones(1, device="npu")
+    monkeypatch.setattr(availability, "_soc_name", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.npu, "is_initialized", lambda: False)
+        assert availability.soc_name() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.npu, "get_device_name", name)
+        assert availability.soc_name() == ""
+    with monkeypatch.context() as patch:
+        patch.delattr(torch, "npu")
+        assert availability.soc_name() == ""
+    assert availability.soc_name().startswith("Ascend")
