@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bracket import no_random_draws, plain, quiet
+from .bracket import NotRecognised, foreign_code, no_random_draws, plain, quiet
 
 _LOWEST = torch.finfo(torch.float32).min
 _PADDING = ((1, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 0))
@@ -48,16 +48,17 @@ def recognise_additive_mask(function: object) -> bool:
     A mask of four dimensions that it is given is handed on, or changed where it holds these two numbers itself.
     """
     try:
-        original = plain(function)
-        parameters = list(inspect.signature(original).parameters.values())
-        named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-        if named - _ARGUMENTS.keys() or not any(wanted <= named for wanted in (*_SHAPED_BY, *_OTHERS)):
-            return False
-        with quiet(), no_random_draws():
-            result = original(**{name: _ARGUMENTS[name]() for name in named})
-        if not isinstance(result, Tensor) or result.dtype is not torch.float32 or result.shape != (3, 1, 4, 4):
-            return False
-        hidden = result == _LOWEST
-        return bool(hidden.any()) and bool(((result == 0) | hidden).all())
-    except Exception:  # foreign code was run
+        with foreign_code():
+            original = plain(function)
+            parameters = list(inspect.signature(original).parameters.values())
+            named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+            if named - _ARGUMENTS.keys() or not any(wanted <= named for wanted in (*_SHAPED_BY, *_OTHERS)):
+                return False
+            with quiet(), no_random_draws():
+                result = original(**{name: _ARGUMENTS[name]() for name in named})
+            if not isinstance(result, Tensor) or result.dtype is not torch.float32 or result.shape != (3, 1, 4, 4):
+                return False
+            hidden = result == _LOWEST
+            return bool(hidden.any()) and bool(((result == 0) | hidden).all())
+    except NotRecognised:
         return False

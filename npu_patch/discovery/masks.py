@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bracket import no_random_draws, plain, quiet
+from .bracket import NotRecognised, foreign_code, no_random_draws, plain, quiet
 
 _NAMES = {"batch_size", "kv_length", "kv_offset", "mask_function", "attention_mask"}
 
@@ -36,20 +36,21 @@ def recognise_builder(function: object, additive: bool) -> BuilderMeaning | None
     number elsewhere.  Indices start at the offsets; padding is (B, Skv + kv_offset), False where a key is hidden.
     """
     try:
-        original = plain(function)
-        names = set(inspect.signature(original).parameters)
-        positions = "cache_position" in names
-        if not (_NAMES | ({"cache_position"} if positions else {"q_length", "q_offset"})) <= names:
-            return None
-        with quiet(), no_random_draws():
-            how = [
-                _form(original, additive, positions, *case)
-                for case in ((3, 5, 0, 0, False), (5, 5, 0, 0, True), (2, 6, 4, 0, True), (3, 4, 6, 5, True))
-            ]
-            if None in how or len(set(how)) > 1 or not (additive or _skips_without_padding(original, positions)):
+        with foreign_code():
+            original = plain(function)
+            names = set(inspect.signature(original).parameters)
+            positions = "cache_position" in names
+            if not (_NAMES | ({"cache_position"} if positions else {"q_length", "q_offset"})) <= names:
                 return None
-        return how[0]
-    except Exception:  # foreign code was run
+            with quiet(), no_random_draws():
+                how = [
+                    _form(original, additive, positions, *case)
+                    for case in ((3, 5, 0, 0, False), (5, 5, 0, 0, True), (2, 6, 4, 0, True), (3, 4, 6, 5, True))
+                ]
+                if None in how or len(set(how)) > 1 or not (additive or _skips_without_padding(original, positions)):
+                    return None
+            return how[0]
+    except NotRecognised:
         return None
 
 
@@ -59,17 +60,18 @@ def looks_at_packed(function: FunctionType) -> bool | None:
     None for a function that does something else than number the packed sequences of each sample.
     """
     try:
-        if list(inspect.signature(function).parameters) != ["position_ids"]:
-            return None
-        with quiet(), no_random_draws():
-            numbers = plain(function)(torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 6, 7]]))
-            if not torch.equal(numbers, torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])):
+        with foreign_code():
+            if list(inspect.signature(function).parameters) != ["position_ids"]:
                 return None
-            unpacked = plain(function)(torch.arange(4).expand(2, -1))
-            if unpacked is not None and unpacked.any():
-                return None
-        return unpacked is None
-    except Exception:  # foreign code was run
+            with quiet(), no_random_draws():
+                numbers = plain(function)(torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 6, 7]]))
+                if not torch.equal(numbers, torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])):
+                    return None
+                unpacked = plain(function)(torch.arange(4).expand(2, -1))
+                if unpacked is not None and unpacked.any():
+                    return None
+            return unpacked is None
+    except NotRecognised:
         return None
 
 

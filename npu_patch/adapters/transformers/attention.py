@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
-from ...discovery import NotRecognised
+from ...discovery import NotRecognised, foreign_code
 from ...discovery.sdpa import recognise_sdpa
 from ...ops import attention as op
 from ...ops.guards import NOT_ON_NPU
@@ -40,12 +40,12 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         return
     path = f"{_REGISTRY}[{_ENTRY}]"
     try:
-        entry = getattr(type(registry), "_global_mapping", registry)[_ENTRY]
-        recognise_sdpa(entry)
-        factory = adapter(entry)
-    except Exception as error:  # foreign code was run
-        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
-        yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
+        with foreign_code():
+            entry = getattr(type(registry), "_global_mapping", registry)[_ENTRY]
+            recognise_sdpa(entry)
+            factory = adapter(entry)
+    except NotRecognised as error:
+        yield Unrecognised(_OP, LIBRARY, module.__name__, path, str(error))
         return
     yield Target(_OP, LIBRARY, module.__name__, path, factory, "scaled dot product")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...discovery import NotRecognised
+from ...discovery import NotRecognised, foreign_code
 from ...discovery.flash import FlashMeaning, recognise_flash, target_dtype
 from ...ops import attention as op
 from ...registry import Target, Unrecognised
@@ -35,7 +35,8 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     if entry is None:
         return
     try:
-        meaning = recognise_flash(entry)
+        with foreign_code():
+            meaning = recognise_flash(entry)
     except NotRecognised as error:
         yield Unrecognised(_OP, LIBRARY, module.__name__, path, str(error))
         return

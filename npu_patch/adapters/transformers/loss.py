@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...discovery import NotRecognised
+from ...discovery import NotRecognised, foreign_code
 from ...discovery.bracket import no_random_draws, plain, quiet, same
 from ...ops import cross_entropy as op
 from ...registry import Target, Unrecognised
@@ -30,10 +30,10 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     if getattr(function, "__module__", None) != module.__name__:
         return
     try:
-        recognise(function)
-    except Exception as error:  # foreign code was run
-        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
-        yield Unrecognised(_OP, LIBRARY, module.__name__, _NAME, reason)
+        with foreign_code():
+            recognise(function)
+    except NotRecognised as error:
+        yield Unrecognised(_OP, LIBRARY, module.__name__, _NAME, str(error))
         return
     yield Target(_OP, LIBRARY, module.__name__, _NAME, adapter, "cross entropy of class indices", rebind=(LIBRARY,))
 

@@ -334,3 +334,19 @@ def test_nothing_more_is_saved_and_fewer_bytes_are_moved():
     assert patched.saved_bytes <= unpatched.saved_bytes
     assert patched.bytes_read + patched.bytes_written < unpatched.bytes_read + unpatched.bytes_written
     assert patched.host_syncs <= unpatched.host_syncs
+
+
+def test_a_loss_that_leaves_the_process_is_not_recognised():
+    def leaves(x, target, ignore_index, reduction):
+        raise SystemExit(3)
+
+    (target,) = found(loss.find, fixed_cross_entropy=of(leaves)).values()
+    assert isinstance(target, Unrecognised)
+
+
+def test_an_interrupt_while_a_loss_is_looked_at_gets_through():
+    def interrupted(x, target, ignore_index, reduction):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        found(loss.find, fixed_cross_entropy=of(interrupted))
