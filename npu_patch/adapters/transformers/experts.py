@@ -21,7 +21,7 @@ from ...discovery.experts import recognise_experts, recognise_product
 from ...ops import gmm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import EXPERTS, LIBRARY
+from . import EXPERTS, LIBRARY, moe_blocks
 from .experts_registry import BATCHED, ENTRY_PARALLEL, GROUPED, PRODUCT, REGISTRY, entry, path
 
 _OP = "gmm"
@@ -31,6 +31,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The product and the entry, in the module of the registry; classes that no entry reaches, in modeling files."""
     grouped, batched = entry(module, GROUPED), entry(module, BATCHED)
     if grouped is None or batched is None:
+        yield from moe_blocks.find(module)
         yield from _undispatched(module)
         return
 
