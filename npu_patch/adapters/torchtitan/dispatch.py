@@ -69,7 +69,7 @@ def _reorder_adapter(original: Any, site: Site) -> Callable[..., Any]:
         routed, rows = op.permute(tokens, ids)
         copies = torch.argsort(ids.view(-1), stable=True)
         indices, sorted_scores = copies // self.top_k, scores.view(-1)[copies]
-        remember(indices, Order(rows, scores, sorted_scores))
+        remember(indices, rows, scores, sorted_scores)
         return routed, indices, sorted_scores
 
     return reorder

@@ -101,12 +101,7 @@ def _block_reason(self: Any, x: Tensor, known: frozenset[FunctionType]) -> str |
     if reorderer._forward_hooks or reorderer._forward_pre_hooks:
         return "the router's choice is split over ranks"
     rows = x.reshape(-1, x.shape[-1])
-    ids = rows.new_empty((rows.shape[0], self.router.top_k), dtype=torch.int64)
-    reason = op.unsupported(rows, ids)
-    if reason is not None:
-        return reason
-    outputs = rows.new_empty((ids.numel(), rows.shape[1]))
-    return op.unsupported_combine(outputs, ids.new_empty(ids.numel(), dtype=torch.int32), None)
+    return op.unsupported(rows, rows.new_empty((rows.shape[0], self.router.top_k), dtype=torch.int64))
 
 
 def _permute_adapter(original: Any, site: Site) -> Callable[..., Any]:

@@ -45,10 +45,10 @@ class Order:
 _orders: PerTensor[Order] = PerTensor()
 
 
-def remember(indices: Tensor, order: Order) -> None:
-    """Put an order beside the indices that say the same in torchtitan's way."""
+def remember(indices: Tensor, rows: Tensor, weights: Tensor | None = None, beside: Tensor | None = None) -> None:
+    """Put an `Order` beside the indices that say the same in torchtitan's way."""
     if not is_compiling() and not indices.is_inference():
-        _orders.put(indices, order)
+        _orders.put(indices, Order(rows, weights, beside))
 
 
 def recall(indices: Any, beside: Any = None) -> Order | None:
@@ -92,7 +92,7 @@ def sorted_metadata(fields: Fields) -> type:
             assert order.weights is not None
             copies = torch.argsort(order.rows)
             indices, weights = copies // order.weights.shape[1], order.weights.reshape(-1)[copies]
-            remember(indices, Order(order.rows, order.weights, weights))  # whoever read them may change them
+            remember(indices, order.rows, order.weights, weights)  # whoever read them may change them
             object.__setattr__(self, fields.indices, indices)
             object.__setattr__(self, fields.weights, weights)
             return self.__dict__[name]

@@ -107,7 +107,7 @@ def by_expert(rows: Any, counts: Tensor, ranks: int) -> str | tuple[Tensor, Tens
         return reason
     routed, places = op.permute(rows, ids.unsqueeze(1))
     indices = torch.argsort(ids, stable=True)
-    remember(indices, Order(places))
+    remember(indices, places)
     return routed, indices
 
 
@@ -163,5 +163,5 @@ def _combine_adapter(fields: Fields) -> Adapter:
 def _combine_reason(outputs: Tensor, order: Order | None, tokens: Tensor) -> str | None:
     """Asked before rows are exchanged; there are as many then as were sorted."""
     if order is not None:
-        outputs = outputs.new_empty(order.rows.shape[0], *outputs.shape[1:])
+        outputs = outputs.new_empty((1, *outputs.shape[1:])).expand(order.rows.shape[0], -1)
     return unsupported_combine(outputs, order, tokens)
