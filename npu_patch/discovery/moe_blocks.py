@@ -87,6 +87,12 @@ class _Block(nn.Module):
             note.add(name)
         return super().__getattribute__(name)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise NotRecognised(f"reads its attribute {name}") from None
+
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -144,7 +150,7 @@ def _choice(function: Callable[..., Any]) -> Choice:
     read: set[str] = set()
     for per_rank in (1, 7):
         for x, ids, weights in _choices():
-            block = _Block(ep_rank=0, experts_per_rank=per_rank).to(x.dtype)
+            block = _Block(ep_rank=0, experts_per_rank=per_rank).to(x.dtype).train(per_rank == 1)
             found = _call(function, block, x, ids, weights)
             _compare((found,), (weighted(block.experts, x, ids, weights),), block, (x, weights))
             read |= block.read
