@@ -27,7 +27,8 @@ _BASE = {
     "max_position_embeddings": 2048,
     "head_dim": 32,
 }
-TRANSFORMERS = {
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "gemma3": (
@@ -37,6 +38,38 @@ TRANSFORMERS = {
             "query_pre_attn_scalar": 32,
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "intermediate_size": 128,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "pad_token_id": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
 }

@@ -123,7 +123,7 @@ def test_bfloat16_calls_are_no_further_from_float64(layout, weights_dtype):
     original = pristine(moe, registered("grouped_mm"))
     with npu_patch.scope(*OPS):
         since = Since()
-        # Gradients of biases are sums in bfloat16, in the order of a sort that is not stable: as likely worse as better.
+        # Gradients of biases are sums in bfloat16, in the order of a sort that is not stable: worse as often as better.
         factor = 1.15 if layout.has_bias else 1.05
         assert_no_worse(registered("grouped_mm"), original, run, calls, factor)
         assert since() == {"gmm": (10, {}), "permute": (5, {})}
