@@ -8,6 +8,7 @@ An expert to which no token is sent gets a gradient of zeros; most originals lea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,21 +25,32 @@ from ...ops import permute
 from ...ops.gmm_list import grouped_matmul_list, unsupported_list
 from ...registry import Target, Unrecognised
 from ...sites import Site
-from . import LIBRARY
+from . import EXPERTS, LIBRARY
 from .activations import activation, learn
 
 _OP = "gmm"
+#: What the forward of a class with stacked matrices reads.
+_STACKED = frozenset(("gate_up_proj", "down_proj", "bmm"))
 #: What an MLP class computes, and the forward that does.
 Known = Mapping[type, tuple[GatedMeaning, Any]]
 
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The blocks of a modeling file."""
-    own = [one for one in list(vars(module).values()) if isinstance(one, type) and one.__module__ == module.__name__]
+    own = [
+        one
+        for one in list(vars(module).values())
+        if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, nn.Module)
+    ]
+    if EXPERTS not in sys.modules:  # transformers 4
+        for cls in own:
+            if set(getattr(getattr(functions.beneath(cls.forward), "__code__", None), "co_names", ())) >= _STACKED:
+                yield Unrecognised(
+                    _OP, LIBRARY, module.__name__, f"{cls.__name__}.forward", "its experts are not separate modules"
+                )
     blocks = [
         (cls, name)
         for cls in own
-        if issubclass(cls, nn.Module)
         for name, function in vars(cls).items()
         if looks_like_a_loop(functions.beneath(function))
     ]
@@ -61,7 +73,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
 
 def _gated(classes: list[type]) -> Iterator[tuple[type, tuple[GatedMeaning, Any]]]:
     for cls in classes:
-        if issubclass(cls, nn.Module) and "forward" in vars(cls):
+        if "forward" in vars(cls):
             try:
                 meaning = recognise_gated_mlp(cls)
             except NotRecognised:

@@ -12,6 +12,7 @@ from torch import nn
 import npu_patch
 import npu_patch.simulator
 
+from ...ops.tools import compiled
 from ...support.numerics import assert_same_training, relative_error
 from . import tiny
 
@@ -344,6 +345,9 @@ UNKNOWN = {
     "hunyuan_v1_moe": "HunYuanMoEV1Moe.forward",
     "jamba": "JambaSparseMoeBlock.forward",
     "phimoe": "PhimoeSparseMoeBlock.forward",
+    "gpt_oss": "GptOssExperts.forward",
+    "llama4": "Llama4TextExperts.forward",
+    "qwen3_vl_moe": "Qwen3VLMoeTextExperts.forward",
 }
 
 
@@ -355,3 +359,30 @@ def test_blocks_that_route_otherwise_are_said_not_to_be_recognised(kind):
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         rows = [row for row in npu_patch.status().rows if row.target.endswith(UNKNOWN[kind])]
     assert [row.state for row in rows] == ["unrecognised"]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_recomputed_layers_get_the_same_gradients(kind):
+    built, ids = model(kind).train(), tiny.tokens()
+    stock = tiny.step(built, ids)
+    built.gradient_checkpointing_enable({"use_reentrant": False})
+    with npu_patch.scope("gmm", "permute"):
+        since = Since()
+        patched = tiny.step(built, ids)
+        assert (since.hits(), since.fallbacks()) == (2 * KINDS[kind][1], {})
+    assert_same_training(stock, patched)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("ops", OPS, ids="+".join)
+def test_a_block_compiles_whole(kind, ops):
+    one, x = block(kind), inputs()
+    stock = first(one(x))
+    with npu_patch.scope(*ops):
+        run, operators = compiled(one)
+        patched = first(run(x))
+        assert relative_error(patched, stock) < 1e-5
+        pairs = [torch.autograd.grad(y.square().sum(), [x, *one.experts.parameters()]) for y in (patched, stock)]
+    assert sum("npu_grouped_matmul" in name for name in operators) == 9
+    for a, b in zip(*pairs, strict=True):
+        assert relative_error(a, b) < 1e-5
