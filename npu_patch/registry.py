@@ -183,6 +183,13 @@ OPS: tuple[Op, ...] = (
         name="gmm",
         summary="grouped matrix multiplication of the experts of a mixture of experts",
         operators=("npu_grouped_matmul",),
+        options=(
+            Option(
+                "main_grad",
+                False,
+                "in transformers 5, gradients of 16-bit parameters that have a float32 `main_grad` are summed in it",
+            ),
+        ),
         aliases=("npu_gmm", "npu_grouped_matmul", "grouped_matmul"),
     ),
     Op(

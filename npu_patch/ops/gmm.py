@@ -13,6 +13,7 @@ Source: operator documents torch_npu.npu_grouped_matmul (op-plugin) and aclnnGro
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .availability import is_ascend950
-from .gmm_calls import Groups, is_transposed, multiply, ones_for, outer
+from .gmm_calls import Groups, accumulate, is_transposed, multiply, ones_for, outer
 from .guards import FLOATS, FUNCTORCH, NOT_ON_NPU, PLAIN_TYPES, dtype_name, subclass_reason, transforming
 from .verdicts import Verdicts
 
@@ -100,7 +101,14 @@ _verdicts = Verdicts(_judge)
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor, group_list: Tensor, *, cumulative: bool, bias: Tensor | None = None, tail: bool = False
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    *,
+    cumulative: bool,
+    bias: Tensor | None = None,
+    tail: bool = False,
+    main_grad: bool = False,
 ) -> Tensor:
     """The rows of each expert times its matrix.  Nothing waits for the device.
 
@@ -113,6 +121,9 @@ def grouped_matmul(
         bias: (experts, n) in the dtype of x, added before rounding.
         tail: x may have rows past those of the last expert; their results and gradients are zero.  Without it the
             caller vouches that there are none.
+        main_grad: 16-bit parameters that have a contiguous float32 tensor of their shape in `main_grad` get their
+            gradient added to it, unrounded, and none in `grad`.  Not with one expert, without rows, with create_graph
+            and under torch.compile: there it is the usual gradient.
 
     Returns:
         (rows, n), in the dtype of x, accumulated in float32.
@@ -125,7 +136,8 @@ def grouped_matmul(
     groups = Groups.of(group_list, cumulative)
     result: Tensor
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
-        result = _Multiply.apply(x, weight, bias, *groups, tail)
+        owner = _owner(weight) if main_grad and not is_compiling() else None
+        result = _Multiply.apply(x, weight, bias, *groups, tail, owner)
     else:
         result = multiply(x, [weight], bias, groups, tail)
     return result
@@ -145,8 +157,16 @@ def one_expert(x: Tensor, weight: Tensor, group_list: Tensor, bias: Tensor | Non
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group_list: Tensor, cumulative: bool, tail: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group_list: Tensor,
+        cumulative: bool,
+        tail: bool,
+        owner: weakref.ref[Tensor] | None,
     ) -> Tensor:
+        ctx.owner = owner
         rows_wanted, weight_wanted = ctx.needs_input_grad[:2]
         groups = Groups(group_list, cumulative)
         # Made here, where the products of a layer share the counts: a backward pass may see a copy of them in each.
@@ -159,7 +179,7 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         x, weight, group_list, empty = ctx.saved_tensors
         rows_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[:3]
         groups = Groups(group_list, ctx.cumulative)
@@ -170,11 +190,33 @@ class _Multiply(torch.autograd.Function):
                 grad_x = grouped_matmul(grad, back, group_list, cumulative=ctx.cumulative, tail=ctx.tail)
             else:
                 grad_x = multiply(grad, [back], None, groups, ctx.tail)
-        if weight_wanted:
+        total = None if ctx.owner is None or differentiated() else _main_grad(ctx.owner())
+        if weight_wanted and total is not None:
+            accumulate(total, x, grad, groups, ctx.transposed)
+        elif weight_wanted:
             grad_weight = outer_of(x, grad, groups, ctx.transposed, ctx.tail, empty)
         if bias_wanted:
             grad_bias = outer_of(ones_for(grad), grad, groups, False, ctx.tail, empty)[:, 0]
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _owner(weight: Tensor) -> weakref.ref[Tensor] | None:
+    """The parameter that `weight` is, or is a transposed view of, if its gradient may go to `main_grad`."""
+    owner = weight if weight.is_leaf else weight._base
+    if not hasattr(torch.ops.npu, "npu_grouped_matmul_add_"):
+        return None
+    if owner is None or not owner.is_leaf or _main_grad(owner) is None or weight.data_ptr() != owner.data_ptr():
+        return None
+    seen = weight.transpose(1, 2) if is_transposed(weight) else weight
+    return weakref.ref(owner) if seen.shape == owner.shape and seen.stride() == owner.stride() else None
+
+
+def _main_grad(owner: Tensor | None) -> Tensor | None:
+    total = getattr(owner, "main_grad", None)
+    if owner is None or type(total) is not Tensor or owner.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    fits = total.shape == owner.shape and total.device == owner.device and total.is_contiguous()
+    return total if fits and total.dtype == torch.float32 else None
 
 
 def differentiated() -> bool:

@@ -80,6 +80,15 @@ def outer(x: Tensor, grad: Tensor, groups: Groups, transposed: bool, empty: Tens
     return result.transpose(1, 2) if transposed else result
 
 
+def accumulate(total: Tensor, x: Tensor, grad: Tensor, groups: Groups, transposed: bool) -> None:
+    """Adds what `outer` returns to float32 `total`, (experts, k, n) or (experts, n, k) if transposed, unrounded.
+
+    The operator reads its group list as a running sum whatever it is told (`group_list_type` is ignored on A2 and A3).
+    """
+    left, right = (grad, x) if transposed else (x, grad)
+    torch.ops.npu.npu_grouped_matmul_add_.default(total, left.contiguous(), right.contiguous(), groups.sums())
+
+
 def _dense(x: Tensor) -> Tensor:
     """Contiguous, and with the strides of a contiguous tensor also where there is but one row."""
     return x.contiguous().view(-1).view(x.shape)

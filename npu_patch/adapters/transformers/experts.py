@@ -64,7 +64,8 @@ def _product(original: Any, site: Site) -> Callable[..., Tensor]:
         site.hit()
         # What lies past the last offset is masked around this function.  Among several experts such rows stay out of
         # every gradient; a single one is multiplied by all rows that are not left out.
-        return op.grouped_matmul(rows, weight, offs, cumulative=True, tail=weight.shape[0] == 1)
+        summed, single = bool(site.options.get("main_grad")), weight.shape[0] == 1
+        return op.grouped_matmul(rows, weight, offs, cumulative=True, tail=single, main_grad=summed)
 
     return grouped_mm
 

@@ -138,3 +138,27 @@ def _by_columns(
             y[index] = x[:, start : start + count].float() @ right[start : start + count].float()
         start += count
     return y.to(x.dtype)
+
+
+@kernel("npu_grouped_matmul_add_", models=("input", "x", "weight", "group_list", "group_list_type"))
+def npu_grouped_matmul_add_(
+    call: Call, input: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, group_list_type: int | None
+) -> Tensor:
+    """``input[e] += x[rows of e].T @ weight[rows of e]``, in float32.
+
+    Before Ascend950 the running sum is read whatever ``group_list_type`` says; an empty group adds nothing.
+    """
+    call.require(input.dtype == torch.float32, "input", f"dtype {input.dtype} is not float32")
+    call.require(x.dtype in _FLOATS[:2], "x", f"dtype {x.dtype} is neither float16 nor bfloat16")
+    call.require(weight.dtype == x.dtype, "weight", f"dtype {weight.dtype} is not that of x, {x.dtype}")
+    for name, one in (("input", input), ("x", x), ("weight", weight)):
+        call.require(one.is_contiguous(), name, "must be contiguous")
+    groups = group_list.numel()
+    call.require(input.shape == (groups, x.shape[1], weight.shape[1]), "input", f"shape {list(input.shape)}")
+    call.require(weight.shape[0] == x.shape[0], "weight", f"{weight.shape[0]} rows, x has {x.shape[0]}")
+    kind = group_list_type if call.soc.name == "Ascend950" else 0
+    y, start = input.clone(), 0
+    for index, count in enumerate(_counts(call, group_list, kind, x.shape[0])):
+        y[index] += x[start : start + count].float().t() @ weight[start : start + count].float()
+        start += count
+    return y
