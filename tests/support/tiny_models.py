@@ -48,13 +48,17 @@ _GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1}
 _SPARSE: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
 
 
+FIFTH = importlib.util.find_spec("transformers.integrations.moe") is not None
+"""Whether it is transformers 5: experts go through a registry, and every model's attention does."""
+
+
 @dataclass(frozen=True)
 class Calls:
     """How often one forward pass reaches what can be patched; a loss is one call of cross entropy more.
 
     Args:
         swiglu: outside of experts.
-        experts: layers of experts that go through the registry.
+        experts: layers of experts that are recognised.
         gates: of them, those with the common gate.
     """
 
@@ -133,7 +137,7 @@ _FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt_oss",
-        Calls(5, 2, 2, experts=2),
+        Calls(5, 2, 2, experts=2 * FIFTH),
         {**_HEAD, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
         experts=True,
     ),
@@ -155,12 +159,12 @@ _FAMILIES: dict[str, Family] = {
     ),
     "qwen2_moe": Family(
         "qwen2_moe",
-        Calls(5, 2, 2, experts=2, gates=2),
+        Calls(5, 2, 2 * FIFTH, experts=2, gates=2),
         {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
         experts=True,
     ),
     "olmoe": Family(
-        "olmoe", Calls(9, 2, 2, experts=2, gates=2), {"num_experts": 4, "num_experts_per_tok": 2}, experts=True
+        "olmoe", Calls(9, 2, 2 * FIFTH, experts=2, gates=2), {"num_experts": 4, "num_experts_per_tok": 2}, experts=True
     ),
     "mistral": Family("mistral", Calls(5, 2, 2), _WINDOW),
     "phi3": Family("phi3", Calls(5, 2, 2, 2)),

@@ -5,7 +5,6 @@ Each test knows how often each op is reached, and why it is not where it is not.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict
 from typing import Any
 
@@ -51,10 +50,6 @@ class Reached:
         return since
 
 
-REGISTRY = importlib.util.find_spec("transformers.integrations.moe") is not None
-"""Whether experts go through a registry, as in transformers 5."""
-
-
 def expected(name: str, losses: int = 1, passes: int = 1, **instead: str) -> dict[str, tuple[int, dict[str, int]]]:
     """What `passes` of the language model and one of the vision tower reach.
 
@@ -64,11 +59,14 @@ def expected(name: str, losses: int = 1, passes: int = 1, **instead: str) -> dic
     instead = {**SOFT_CAP.get(name, {}), **instead}
     language, tower = asdict(tiny_models.calls(name)), asdict(tiny_models.tower_calls(name))
     counts: dict[str, tuple[int, dict[str, int]]] = {"cross_entropy": (losses, {})}
-    layers, gates = (language.pop(what) * REGISTRY for what in ("experts", "gates"))
-    language["swiglu"] += gates
-    counts["permute"] = (layers * passes, {})
-    # Decoding, transformers switches to an entry that becomes the other one, of two products.
-    counts["gmm"] = (layers * (2 * passes + (passes - 1)), {})
+    layers, gates = language.pop("experts"), language.pop("gates")
+    if tiny_models.FIFTH:
+        language["swiglu"] += gates
+        counts["permute"] = (layers * passes, {})
+        # Decoding, transformers switches to an entry that becomes the other one, of two products.
+        counts["gmm"] = (layers * (2 * passes + (passes - 1)), {})
+    else:  # one call for a block
+        counts["permute"], counts["gmm"] = (0, {}), (layers * passes, {})
     for op, calls in language.items():
         if op in instead:
             counts[op] = (tower[op], {instead[op]: calls * passes})
