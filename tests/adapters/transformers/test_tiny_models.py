@@ -87,8 +87,19 @@ def same_training(model: Any, name: str, instead: dict[str, str] | None = None, 
         reached = Reached()
         patched = step(model, name, **given)
         assert reached() == expected(name, **(instead or {}))
+    if not tiny_models.FIFTH:
+        stock = with_idle_experts(stock, patched)
     assert_same_training(stock, patched)
     return stock
+
+
+def with_idle_experts(stock: Run, patched: Run) -> Run:
+    """transformers 4 does not call experts without tokens: no gradient there, and zero in a product of all experts."""
+    idle = {
+        n: torch.zeros_like(g) for n, g in patched.gradients.items() if ".experts." in n and n not in stock.gradients
+    }
+    assert not any(patched.gradients[n].any() for n in idle)
+    return Run(stock.loss, {**stock.gradients, **idle})
 
 
 def test_training_is_the_same(model, name):
