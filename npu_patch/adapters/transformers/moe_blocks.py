@@ -212,13 +212,18 @@ def _experts(modules: Any, known: Known) -> tuple[str | None, Any]:
         for name, matrices in zip(names, (gates, ups, downs), strict=True):
             linear = getattr(expert, name)
             if type(linear) is not nn.Linear:
-                return f"a projection of an expert is a {type(linear).__name__}", None
+                return f"a projection of an expert is a {_named(type(linear))}", None
             if (reason := _touched(linear)) is not None:
                 return f"a projection of an expert has {reason}", None
             if linear.bias is not None:
                 return "a projection of an expert has a bias", None
             matrices.append(linear.weight.t())
     return None, _Experts(gates, ups, downs, getattr(modules[0], str(meaning.activation)))
+
+
+def _named(kind: type) -> str:
+    """With its package: quantised layers and adapters call theirs Linear, too."""
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
 def _touched(module: nn.Module) -> str | None:
