@@ -17,7 +17,7 @@ from .generation import CURRENT
 ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("trainer"),
+    pytest.mark.xdist_group("experts"),
     pytest.mark.skipif(not CURRENT, reason="torchtitan 0.2.2 has no dispatchers"),
 ]
 

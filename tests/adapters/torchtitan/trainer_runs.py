@@ -51,8 +51,8 @@ def model_flags(family: str, flavor: str) -> list[str]:
     return ["--model.name", family, "--model.flavor", flavor] if PREVIOUS else ["--module", family, "--config", flavor]
 
 
-def train(folder: Path, ranks: int, runs: list[Run]) -> dict[str, list[Result]]:
-    """Name of the run → result per rank."""
+def train(folder: Path, ranks: int, runs: list[Run], process: str = "trainer_process") -> dict[str, list[Result]]:
+    """Name of the run → result per rank. `process` names the module that is run, beside this one."""
     folder.mkdir(exist_ok=True)
     example.make_files(folder)
     described = [describe(run, folder) for run in runs]
@@ -60,7 +60,7 @@ def train(folder: Path, ranks: int, runs: list[Run]) -> dict[str, list[Result]]:
     command = [
         sys.executable,
         "-m",
-        "tests.adapters.torchtitan.trainer_process",
+        f"tests.adapters.torchtitan.{process}",
         str(folder / "runs.json"),
         str(folder),
     ]
