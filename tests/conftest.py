@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import sys
@@ -47,6 +48,20 @@ def originals() -> object:
     yield None
     npu_patch.disable()
     fla.remove()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory(request: pytest.FixtureRequest) -> object:
+    """What a module remembers from test to test, whole models among it, goes with the module."""
+    yield None
+    import torch
+
+    for value in vars(request.module).values():
+        if callable(getattr(value, "cache_clear", None)):
+            value.cache_clear()
+    gc.collect()
+    if torch.npu.is_initialized():
+        torch.npu.empty_cache()
 
 
 @pytest.fixture

@@ -203,5 +203,5 @@ def assert_no_worse(
 def pooled_gradient_error(run: Run, exact: Run) -> float:
     """norm(all gradients - exact) / norm(exact), over all parameters together."""
     assert run.gradients.keys() == exact.gradients.keys()
-    off = sum((run.gradients[name] - g).square().sum().item() for name, g in exact.gradients.items())
-    return math.sqrt(off / sum(g.square().sum().item() for g in exact.gradients.values()))
+    off = sum((run.gradients[name].double() - g.double()).square().sum().item() for name, g in exact.gradients.items())
+    return math.sqrt(off / sum(g.double().square().sum().item() for g in exact.gradients.values()))

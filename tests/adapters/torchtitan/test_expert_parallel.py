@@ -18,7 +18,7 @@ from tests.conftest import REAL_NPU
 from .generation import PREVIOUS
 from .trainer_runs import Result, Run, model_flags, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("experts")]
 
 STEPS, LAYERS, EXPERTS, TOP_K = 2, 5, 8, 3  # layers with experts of deepseek_v3's debug model
 OPS = "attention,permute"  # torchtitan's own attention needs a compiler
