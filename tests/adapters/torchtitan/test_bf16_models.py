@@ -47,7 +47,9 @@ def unpatched(family: str, seed: int) -> tuple[Run, float]:
         return reference, pooled_gradient_error(training_step(low, loss_of(low, positions)), reference)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.xdist_group(f"seeds of {f}")) for f in ("llama3", "qwen3")]
+)
 @pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS], ids=lambda ops: "+".join(ops))
 def test_the_median_gradient_error_is_the_originals(family, ops):
     ratios = []

@@ -8,7 +8,7 @@ from .generation import PREVIOUS
 from .moe_models import TRAINED
 from .trainer_runs import Run, model_flags, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trainer")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("trainer")]
 
 STEPS = 5
 OPS = "rms_norm,rope,attention,swiglu,cross_entropy,gmm,permute"

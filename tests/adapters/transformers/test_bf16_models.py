@@ -44,7 +44,10 @@ def step(model: Any, given: dict[str, Any]) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "ops"),
-    [(name, DEFAULT) for name in tiny_models.DENSE] + SINGLE,
+    [
+        pytest.param(name, ops, marks=pytest.mark.xdist_group(f"seeds of tiny {name}"))
+        for name, ops in [(name, DEFAULT) for name in tiny_models.DENSE] + SINGLE
+    ],
     ids=lambda x: x if isinstance(x, str) else "default" if x == DEFAULT else "+".join(x),
 )
 def test_the_median_gradient_error_is_the_originals(name, ops):

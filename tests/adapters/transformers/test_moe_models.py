@@ -36,7 +36,10 @@ def since(before: dict[str, int]) -> dict[str, int]:
     return {op: n - before[op] for op, n in hits(*before).items()}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.xdist_group(f"pair {n}")) for n in ("qwen3_moe", "glm4_moe")],
+)
 def pair(request) -> tuple[str, Any, Run]:
     model = tiny_models.build(request.param)
     return request.param, model, step(model, request.param)

@@ -24,7 +24,9 @@ PER_ROW = {"deepseek_v2": _SHARED_TABLES, "glm4": _SHARED_TABLES, "llama4_text":
 """Where the rows of a batch are at different positions."""
 
 
-@pytest.fixture(scope="module", params=tiny_models.NAMES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(f"tiny {n}")) for n in tiny_models.NAMES]
+)
 def name(request) -> str:
     return request.param
 
