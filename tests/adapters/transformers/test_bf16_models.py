@@ -63,4 +63,6 @@ def test_the_median_gradient_error_is_the_originals(name, ops):
 def reached(name: str, op: str) -> bool:
     if op == "cross_entropy":
         return True
+    if op in ("gmm", "permute"):  # dense models have no experts
+        return False
     return bool(getattr(tiny_models.calls(name), op)) and (name, op) != ("gemma2", "attention")
