@@ -30,6 +30,7 @@ from tests.support.routers import call, gradients, instance, tokens
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_recognised_class_routes_as_the_original():
     """In a process of its own, since it imports every modeling file."""
     root = Path(__file__).parents[3]
