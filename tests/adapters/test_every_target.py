@@ -128,6 +128,11 @@ def test_a_replacement_has_the_face_of_what_it_replaces(library: str) -> None:
     assert not any(name.endswith("__init__") for name in installed)
 
 
+def _without_experts_registry() -> bool:
+    """transformers 4: `permute` works at the places of `gmm`, whole blocks, and has none of its own."""
+    return importlib.util.find_spec("transformers.integrations.moe") is None
+
+
 @pytest.mark.parametrize("library", FILES)
 def test_every_place_that_is_named_is_there(library: str) -> None:
     """A name that the installed version does not have would only show as a row."""
@@ -136,7 +141,7 @@ def test_every_place_that_is_named_is_there(library: str) -> None:
     waits_for_an_option = [row.op for row in rows if row.reason.startswith("needs the option")]
     assert {row.op for row in rows if row.state in ("active", "compiled")} | {*waits_for_an_option} == {
         op for one in npu_patch._patcher._libraries if one.name == library for op in one.finders
-    }
+    } - ({"permute"} if library == "transformers" and _without_experts_registry() else set())
     assert [row.target for row in rows if row.state == "missing"] == []
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import functions
 from ...discovery import NotRecognised
@@ -22,6 +22,7 @@ from ...ops import gmm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import EXPERTS, LIBRARY, moe_blocks
+from .classes import defined
 from .experts_registry import BATCHED, ENTRY_PARALLEL, GROUPED, PRODUCT, REGISTRY, entry, path
 
 _OP = "gmm"
@@ -117,9 +118,7 @@ def _undispatched(module: ModuleType) -> Iterator[Unrecognised]:
     """Classes of routed experts that do not go through the registry: nothing that is patched reaches them."""
     if EXPERTS not in sys.modules:
         return
-    for name, cls in list(vars(module).items()):
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__ != module.__name__:
-            continue
+    for name, cls in defined(module):
         if "Experts" not in name or "Shared" in name:
             continue
         forward = functions.beneath(cls.forward)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...discovery import NotRecognised
 from ...discovery.experts import recognise_gate
@@ -15,6 +15,7 @@ from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY
 from .activations import activation
+from .classes import defined
 from .experts_registry import GATE
 
 _OP = "swiglu"
@@ -22,9 +23,7 @@ _OP = "swiglu"
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The classes of experts that a module defines."""
-    for name, cls in list(vars(module).items()):
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__ != module.__name__:
-            continue
+    for name, cls in defined(module):
         if GATE not in vars(cls):
             continue
         path = f"{name}.{GATE}"

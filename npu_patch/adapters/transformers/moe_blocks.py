@@ -27,6 +27,7 @@ from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import EXPERTS, LIBRARY
 from .activations import activation, learn
+from .classes import defined
 
 _OP = "gmm"
 #: What the forward of a class with stacked matrices reads.
@@ -37,11 +38,7 @@ Known = Mapping[type, tuple[GatedMeaning, Any]]
 
 def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     """The blocks of a modeling file."""
-    own = [
-        one
-        for one in list(vars(module).values())
-        if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, nn.Module)
-    ]
+    own = [cls for _, cls in defined(module)]
     if EXPERTS not in sys.modules:  # transformers 4
         for cls in own:
             if set(getattr(getattr(functions.beneath(cls.forward), "__code__", None), "co_names", ())) >= _STACKED:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...discovery import NotRecognised, foreign_code
@@ -24,6 +24,7 @@ from ...ops.per_tensor import Derived
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from . import LIBRARY
+from .classes import defined
 from .instances import overridden
 
 Factory = Callable[[Any, Site], Callable[..., Any]]
@@ -40,8 +41,8 @@ def routers(
     module: ModuleType, library: str, adapter: Callable[[RouterMeaning], Factory]
 ) -> Iterator[Target | Unrecognised]:
     """The router classes that a module of a library defines, and what takes their place."""
-    for name, cls in list(vars(module).items()):
-        if not _chooses(module.__name__, cls):
+    for name, cls in defined(module):
+        if not _chooses(cls):
             continue
         path = f"{name}.forward"
         try:
@@ -54,10 +55,8 @@ def routers(
         yield Target(_OP, library, module.__name__, path, adapter(meaning), str(meaning), parts=meaning.parts)
 
 
-def _chooses(module: str, cls: Any) -> bool:
-    """Whether something is a module class of a modeling file whose forward speaks of the best few."""
-    if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__ != module:
-        return False
+def _chooses(cls: type) -> bool:
+    """Whether the forward of a class speaks of the best few."""
     code = getattr(vars(cls).get("forward"), "__code__", None)
     return code is not None and any("topk" in name or "top_k" in name for name in code.co_names)
 
