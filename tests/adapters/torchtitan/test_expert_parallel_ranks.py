@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_any_routing_between_ranks_equals_the_formula_and_the_original(ranks):
     if REAL_NPU and torch.npu.device_count() < ranks:
         pytest.skip(f"needs {ranks} NPUs")

@@ -179,7 +179,9 @@ def distances(course: Course, other: Course) -> list[float]:
     return [losses, *(pooled_gradient_error(one, two) for one, two in pairs), parameters]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "qwen3_5" else n for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n in ("qwen3_5", "flux") else n for n in MODELS]
+)
 def test_three_steps_of_adamw_go_the_same_way(name):
     per_step, build = MODELS[name]
     subject, losses = build()

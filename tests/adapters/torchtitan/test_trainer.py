@@ -169,6 +169,7 @@ def test_sharded_parameters_of_flux_train_as_without_patches(tmp_path):
         assert_same_course("flux", stock, patched)
 
 
+@pytest.mark.long
 @PAIR_ANNOTATED
 @pytest.mark.parametrize("model", ANNOTATED)
 def test_sharded_parameters_with_annotations_train_as_without_patches(annotated, model):
