@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from ...discovery.routers import RouterMeaning
 from ...ops import router as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
 from ..transformers.routers import Call, Factory, routers
+from ..transformers.routers import adapter as plain_adapter
 from . import LIBRARY, dtensors
 from .typecheck import TYPE_CHECKING_REASON, type_checking
 
@@ -28,42 +27,14 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
 
 def adapter(meaning: RouterMeaning) -> Factory:
     """A factory for the forward of one class, which takes tokens and a bias of the choice."""
-    call = Call(meaning)
+    return plain_adapter(meaning, _otherwise)
 
-    def factory(original: Any, site: Site) -> Callable[..., Any]:
-        def compute(self: Any, x: Any, bias: Any) -> Any:
-            """The results, or the reason why there are none."""
-            if type_checking():
-                return TYPE_CHECKING_REASON
-            if dtensors.is_distributed(x):
-                return _spread(call, self, x, bias, site)
-            found = call.prepare(self, x, bias)
-            if isinstance(found, str):
-                return found
-            routing, bias = found
-            logits = call.logits(self, x)
-            if (reason := call.refused(logits, x, routing, bias)) is not None:
-                return reason
-            site.hit()
-            return call.results(logits, x, routing, bias)
 
-        def forward(self: Any, x: Tensor) -> Any:
-            results = compute(self, x, None)
-            if not isinstance(results, str):
-                return results
-            site.fallback(results)
-            return original(self, x)
-
-        def forward_with_bias(self: Any, x: Tensor, bias: Tensor | None) -> Any:
-            results = compute(self, x, bias)
-            if not isinstance(results, str):
-                return results
-            site.fallback(results)
-            return original(self, x, bias)
-
-        return forward_with_bias if call.takes_bias else forward
-
-    return factory
+def _otherwise(call: Call, router: Any, x: Any, bias: Any, site: Site) -> Any:
+    """What plain tensors outside of type checking do not ask for."""
+    if type_checking():
+        return TYPE_CHECKING_REASON
+    return _spread(call, router, x, bias, site) if dtensors.is_distributed(x) else None
 
 
 def _spread(call: Call, router: Any, x: Any, bias: Any, site: Site) -> Any:

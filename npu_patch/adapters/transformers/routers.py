@@ -61,13 +61,22 @@ def _chooses(cls: type) -> bool:
     return code is not None and any("topk" in name or "top_k" in name for name in code.co_names)
 
 
-def adapter(meaning: RouterMeaning) -> Factory:
-    """A factory for the forward of one class."""
+Otherwise = Callable[["Call", Any, Any, Any, Site], Any]
+
+
+def adapter(meaning: RouterMeaning, otherwise: Otherwise | None = None) -> Factory:
+    """A factory for the forward of one class.
+
+    Args:
+        otherwise: asked first; gives results or a reason for calls that a library has beside plain ones, else None.
+    """
     call = Call(meaning)
 
     def factory(original: Any, site: Site) -> Callable[..., Any]:
         def compute(self: Any, x: Tensor, bias: Tensor | None) -> Any:
             """The results, or the reason why there are none."""
+            if otherwise is not None and (results := otherwise(call, self, x, bias, site)) is not None:
+                return results
             found = call.prepare(self, x, bias)
             if isinstance(found, str):
                 return found
