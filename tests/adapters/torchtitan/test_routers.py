@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +11,15 @@ from torch import Tensor, nn
 
 import npu_patch
 from npu_patch.simulator import trace
-from tests.conftest import REAL_NPU
 from tests.ops.tools import Ran
 from tests.support.numerics import assert_same_training, relative_error, training_step
 
 from . import moe_models
 from .generation import CURRENT, current, previous
 from .models import Counts
+from .ranks import run_on_ranks
 
 EXPERTS, WIDTH, TOP_K = 16, 24, 4
-ROOT = Path(__file__).parents[3]
 
 
 def kind() -> type[nn.Module]:
@@ -290,19 +285,4 @@ def test_tokens_are_counted_for_every_expert():
 @pytest.mark.slow
 @pytest.mark.xdist_group("trainer")
 def test_on_two_ranks_every_rank_routes_its_own_tokens():
-    if REAL_NPU and torch.npu.device_count() < 2:
-        pytest.skip("needs two NPUs")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NPU_PATCH_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-m", "npu_patch", "run", "--ops", "none", *([] if REAL_NPU else ["--simulate=2"])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "--", *command, "-m", "tests.adapters.torchtitan.router_ranks"],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert done.stdout.count("is done") == 2
+    run_on_ranks("router_ranks", 2)
