@@ -6,7 +6,7 @@ Nothing here knows a model library, an operator or a model name.  A recogniser t
 
 from __future__ import annotations
 
-from .bracket import NotRecognised, foreign_code
+from .bracket import NotRecognised, foreign_code, reason_of
 from .gated_norms import recognise_gated_norm
 from .norms import NormMeaning, is_norm_class, recognise_norm, says_rms
 from .outside import joined
@@ -19,6 +19,7 @@ __all__ = [
     "foreign_code",
     "is_norm_class",
     "joined",
+    "reason_of",
     "recognise_gated_norm",
     "recognise_norm",
     "recognise_rotary",

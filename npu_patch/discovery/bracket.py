@@ -19,6 +19,11 @@ class Signal(BaseException):
     """Raised through a probed function; not an Exception, so that the function cannot swallow it."""
 
 
+def reason_of(error: Exception) -> str:
+    """Why something was not recognised, for a row of the status: what was said of it, or how running it failed."""
+    return str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+
+
 def failure(error: BaseException) -> NotRecognised:
     """What an error of foreign code means for recognising it: also one that is meant to end the process.
 

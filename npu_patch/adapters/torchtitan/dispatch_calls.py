@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...discovery import NotRecognised
+from ...discovery import reason_of
 from ...ops import permute as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
@@ -28,7 +28,7 @@ def target(
     try:
         return Target(_OP, LIBRARY, module.__name__, path, recognise(), meaning, rebind=rebind)
     except Exception as error:  # foreign code was run
-        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         return Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...discovery import NotRecognised
+from ...discovery import reason_of
 from ...ops import gmm as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
@@ -45,7 +45,7 @@ def _found(module: str, path: str, function: FunctionType) -> Target | Unrecogni
         meaning = recognise_experts(function)
         return Target(_OP, LIBRARY, module, path, function_adapter(meaning), str(meaning), rebind=(LIBRARY,))
     except Exception as error:  # foreign code was run
-        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         return Unrecognised(_OP, LIBRARY, module, path, reason)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ... import functions
-from ...discovery.bracket import NotRecognised, no_random_draws, plain, quiet, same
+from ...discovery.bracket import no_random_draws, plain, quiet, reason_of, same
 from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
 from ...sites import Site
@@ -56,7 +56,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         try:
             matrices = _recognise(cls, plain(forward))
         except Exception as error:  # foreign code was run
-            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
             continue
         if matrices is not None:  # else experts of another kind, such as gpt_oss's

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...discovery import NotRecognised
+from ...discovery import NotRecognised, reason_of
 from ...discovery.bracket import no_random_draws, plain, quiet, same
 from ...ops import cross_entropy as op
 from ...ops.guards import NOT_ON_NPU
@@ -40,7 +40,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
     try:
         keyword = recognise(function)
     except Exception as error:  # foreign code was run
-        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         yield Unrecognised(_OP, LIBRARY, module.__name__, _NAME, reason)
         return
     meaning = "sum of the cross entropy of class indices, in float32"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...discovery import NotRecognised
+from ...discovery import reason_of
 from ...discovery.mlp import GatedMeaning, NotGated, recognise_gated_mlp
 from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
@@ -50,7 +50,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
             continue
         except Exception as error:  # foreign code was run
             if "feedforward" in name.lower() or "mlp" in name.lower():
-                reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+                reason = reason_of(error)
                 yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
             continue
         only_if = "" if meaning.packed else _SEPARATE

@@ -18,6 +18,7 @@ from ...discovery import (
     NormMeaning,
     NotRecognised,
     is_norm_class,
+    reason_of,
     recognise_gated_norm,
     recognise_norm,
     says_rms,
@@ -63,7 +64,7 @@ def _found(cls: type, module: str, path: str) -> Iterator[Target | Unrecognised]
         meanings, factory = _recognise(cls)
     except Exception as error:  # foreign code was run
         if says_rms(cls):
-            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             yield Unrecognised(_OP, LIBRARY, module, path, reason)
         return
     text = " | ".join(dict.fromkeys(map(str, meanings)))

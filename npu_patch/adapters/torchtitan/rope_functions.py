@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...discovery.bracket import NotRecognised, no_random_draws, plain, quiet
+from ...discovery.bracket import NotRecognised, no_random_draws, plain, quiet, reason_of
 from ...ops.guards import subclass_reason
 from ...registry import Target, Unrecognised
 from ...sites import Site
@@ -61,7 +61,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         try:
             meaning = recognise(value)
         except Exception as error:  # foreign code was run
-            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             yield Unrecognised(_OP, LIBRARY, module.__name__, name, reason)
             continue
         yield Target(_OP, LIBRARY, module.__name__, name, adapter(meaning), str(meaning), rebind=(LIBRARY,))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import functions
-from ...discovery import NotRecognised
+from ...discovery import reason_of
 from ...discovery.experts import recognise_experts, recognise_linear
 from ...ops import permute as op
 from ...registry import Target, Unrecognised
@@ -36,7 +36,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         recognise_linear(module, getattr(module, LINEAR, None))
         recognise_experts(module, grouped)
     except Exception as error:  # foreign code was run
-        reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         yield Unrecognised(_OP, LIBRARY, module.__name__, place, reason)
         return
     meaning = "tokens sorted by expert; the experts' results, weighted and summed by token"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import functions
-from ...discovery import NotRecognised
+from ...discovery import reason_of
 from ...discovery.experts import recognise_experts, recognise_product
 from ...ops import gmm as op
 from ...registry import Target, Unrecognised
@@ -50,7 +50,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         try:
             yield recognise()
         except Exception as error:  # foreign code was run
-            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             yield Unrecognised(_OP, LIBRARY, module.__name__, name, reason)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...discovery import NotRecognised
+from ...discovery import reason_of
 from ...discovery.experts import recognise_gate
 from ...ops import swiglu as op
 from ...registry import Target, Unrecognised
@@ -30,7 +30,7 @@ def find(module: ModuleType) -> Iterator[Target | Unrecognised]:
         try:
             recognise_gate(vars(cls)[GATE])
         except Exception as error:  # foreign code was run
-            reason = str(error) if isinstance(error, NotRecognised) else f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             yield Unrecognised(_OP, LIBRARY, module.__name__, path, reason)
             continue
         yield Target(_OP, LIBRARY, module.__name__, path, _adapter, "act_fn(gate) * up of all experts")
